@@ -11,8 +11,8 @@ from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.placement import working_bytes
 from moec.runtime.bundle.open_bundle import open_bundle
-from tests.gates.bundles import emit_bundle
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.runtime.conftest import tiny_bundle as tiny_bundle
+from tests.runtime.modes.conftest import two_version_bundle as two_version_bundle
 
 NO_GPU = "NOT RUN: no CUDA device here"
 
@@ -27,20 +27,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of six experts, formats mixed; read only."""
-    root = tmp_path_factory.mktemp("accelerator")
-    folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=6, top_k=2, seed=5))
-    return emit_bundle(folder, root / "bundle", mixed=True)
-
-
-@pytest.fixture(scope="session")
-def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of eight experts, four per token; 8 bits, low versions of 2; read only."""
-    root = tmp_path_factory.mktemp("versions")
-    folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
-    return emit_bundle(folder, root / "bundle", bitwidth=8, low="q2g32")
+def name_of(device: torch.device) -> str:
+    return "torch-cpu" if device.type == "cpu" else "cuda"
 
 
 def memory_for(bundle: Path, share: float, tokens: int, may_group: bool | None = None) -> int:

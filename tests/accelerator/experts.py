@@ -1,10 +1,12 @@
-"""An expert computed by numpy and on a torch device, at given places."""
+"""Experts computed by numpy and on a torch device, at given places."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from moec.runtime import kernels
+from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.kernels import reference
 
@@ -32,6 +34,23 @@ def computed_by_numpy(expert: kernels.Expert, x: np.ndarray) -> tuple[np.ndarray
     down = np.empty((expert.down.rows, expert.down.columns), np.float32)
     reference.dequantize_rows(expert.down, np.arange(expert.down.rows), down)
     return out, rounding + float(np.abs(middle).max()) / 127 * float(np.abs(down).max())
+
+
+def opened(device: torch.device, experts: list[kernels.Expert], kept: int, has_triton: bool = False) -> TorchDevice:
+    """Return a device with memory for so many of the experts, and for copies of the largest."""
+    sizes = [expert_bytes(expert) for expert in experts]
+    return TorchDevice("test", device, sum(sizes[:kept]), max(sizes), has_triton)
+
+
+def launched_together(chosen: TorchDevice, experts: list[kernels.Expert], x: np.ndarray) -> np.ndarray:
+    """Return the results of copied experts in one layer, float32 [9, experts, D]."""
+    together = np.zeros((9, len(experts), experts[0].down.rows), np.float32)
+    chosen.begin(x)
+    for rank, expert in enumerate(experts):
+        chosen.run(chosen.copy(expert), TOKENS, np.full(4, rank, np.int32))
+    chosen.launch()
+    chosen.collect(together)
+    return together
 
 
 def computed_by(device: TorchDevice, expert: kernels.Expert, x: np.ndarray, is_kept: bool) -> np.ndarray:

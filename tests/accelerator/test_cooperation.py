@@ -11,7 +11,7 @@ import torch
 
 from moec.manifests.errors import AcceleratorUnavailable, MemoryBudgetExceeded, OptionError
 from moec.runtime import kernels, load
-from moec.runtime.accelerator.cooperative import CooperativeExperts
+from moec.runtime.accelerator.cooperative import CooperativeExperts, HostExperts
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.latency import LatencyModel
@@ -21,18 +21,16 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_replay import SimulatedDevice
+from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from tests.accelerator.conftest import name_of
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole
 from tests.runtime.cache_kinds import caches_of
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import TinySwitch, save_tiny_switch
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 60).tolist()
 PREFILL = 40
-HERE: dict[str, Any] = {"accelerator_dense": "host"}
-"""Dense weights are the subject of test_dense."""
 EVEN = LatencyModel(1000.0, 100.0, 1500.0, 1.0, 0.01, 0.1)
 
 
@@ -66,6 +64,12 @@ def third(bundle: Path, slots: int = 1, extra_bytes: int = 0) -> str:
     return str(fixed + sum(sizes) // 3 + extra_bytes)
 
 
+def beside(bundle: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a run beside torch's CPU device. Dense weights are the subject of test_dense."""
+    device = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), "accelerator_dense": "host"}
+    return {"context": 128, **device, **changes}
+
+
 def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     """Give an engine a simulated device with a third of the experts on it."""
     manifest, experts, storage = engine.bundle.manifest, engine.model.experts, engine.storage
@@ -74,9 +78,8 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     device = SimulatedDevice(EVEN, budget)
     placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
     residents = bring(device, placement, experts, storage)
-    engine.model.accelerator = CooperativeExperts(
-        device, experts, sizes, lambda index: False, placement, residents, {}, EVEN, cooperation
-    )
+    host = HostExperts(experts, sizes)
+    engine.model.accelerator = CooperativeExperts(device, host, placement, residents, {}, EVEN, cooperation)
     return device
 
 
@@ -114,10 +117,10 @@ def test_a_torch_device_computes_what_the_cpu_computes(
     token, which changes logits by 0.2 % of the largest one. Other devices may change other codes, so ten times as much
     is allowed.
     """
-    name = "torch-cpu" if device.type == "cpu" else "cuda"
+    name = name_of(device)
     memory = third(bundle, extra_bytes=0 if name == "torch-cpu" else 64 << 20)
-    options: dict[str, Any] = {"accelerator": name, "accelerator_memory": memory, "cooperation": cooperation, **HERE}
-    with load(bundle, context=128, expert_cache="50%", **options) as engine:
+    options = beside(bundle, accelerator=name, accelerator_memory=memory, cooperation=cooperation)
+    with load(bundle, expert_cache="50%", **options) as engine:
         found = logits_of(engine)
         used = engine.model.accelerator
         assert used is not None and f"accelerator {name} for routed experts, cooperation {cooperation}" in engine.mode
@@ -135,16 +138,6 @@ def test_a_torch_device_computes_what_the_cpu_computes(
     assert np.abs(found - on_cpu).max() <= 0.02 * np.abs(on_cpu).max()
 
 
-def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: torch.device) -> None:
-    tiny = TINY_FAMILIES["gpt-oss"]  # biases, clamped activation
-    found = emit_bundle(save_tiny_family(tmp_path / "model", tiny), tmp_path / "bundle")
-    with load(found, context=128) as engine:
-        expected = logits_of(engine)
-    name = "torch-cpu" if device.type == "cpu" else "cuda"
-    with load(found, context=128, accelerator=name, accelerator_memory="100MiB", cooperation="gpu", **HERE) as engine:
-        assert not len(rows_that_differ(logits_of(engine), expected))
-
-
 def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
     """Experts have two projections. Tokens whose expert is full are not computed."""
     routed = {"num_layers": 2, "num_sparse_encoder_layers": 2, "num_decoder_layers": 2, "num_sparse_decoder_layers": 2}
@@ -160,8 +153,7 @@ def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
 
 def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, on_cpu: np.ndarray) -> None:
     """If the host holds all experts, those of the device are read last, and computed on the faster side."""
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
-    with load(bundle, context=128, expert_cache="100%", **options) as engine:
+    with load(bundle, expert_cache="100%", **beside(bundle)) as engine:
         engine.cache.finish_warming()
         used = engine.model.accelerator
         assert used is not None and engine.cache.is_resident(used.placement.resident[0])
@@ -174,10 +166,9 @@ def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, 
 
 
 def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     # Random weights make popularity no guide, which the rule `likely` would find out.
-    options |= {"prefetch": "popularity", "prefetch_rule": "spread"}
-    with load(bundle, context=128, expert_cache="50%", **options) as engine:
+    options = beside(bundle, prefetch="popularity", prefetch_rule="spread")
+    with load(bundle, expert_cache="50%", **options) as engine:
         engine.cache.finish_warming()
         resident = list(engine.model.accelerator.placement.resident)  # type: ignore[union-attr]
         holds = engine.model.advisor.holds
@@ -189,16 +180,13 @@ def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
 
 
 def test_big_little_runs_with_it(bundle: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
-    with load(bundle, context=128, lossy="big-little gamma=0.9,k=1", **options) as engine:
+    with load(bundle, lossy="big-little gamma=0.9,k=1", **beside(bundle)) as engine:
         steps = list(engine.generate(TOKENS[:5], 4))
         assert steps and engine.mode_counts is not None and engine.mode_counts.tokens > 0
 
 
 def test_an_error_in_a_layer_leaves_the_next_one_whole(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), "cooperation": "cpu"}
-    options |= HERE
-    with load(bundle, context=128, expert_cache="50%", **options) as engine:
+    with load(bundle, expert_cache="50%", **beside(bundle, cooperation="cpu")) as engine:
         expected = engine.logits(TOKENS[:PREFILL])
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "expert_ffn", lambda *arguments: 1 / 0)
@@ -247,6 +235,8 @@ def test_without_a_gpu_cuda_is_refused_in_one_sentence(bundle: Path) -> None:
         ({"accelerator": "torch-cpu"}, "shares the host's memory"),
         ({"accelerator_memory": "1GiB"}, "no effect without one"),
         ({"cooperation": "gpu"}, "no effect without one"),
+        ({"accelerator_dense": "device"}, "no effect without one"),
+        ({"accelerator": "torch-cpu", "accelerator_memory": "1GiB", "accelerator_dense": "there"}, "unknown place"),
         ({"accelerator": "torch-cpu", "accelerator_memory": "1GiB", "cooperation": "both"}, "unknown cooperation"),
         ({"accelerator": "torch-cpu", "accelerator_memory": "much"}, "is not a size"),
     ],
@@ -260,9 +250,7 @@ def test_experts_left_out_of_a_bundle_are_never_placed(tmp_path: Path) -> None:
     bundle = emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", bitwidth=8, pruned=PRUNED)
     with load(bundle, context=128) as engine:
         on_cpu = logits_of(engine)
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": "64MB", "cooperation": "gpu"}
-    options |= HERE
-    with load(bundle, context=128, **options) as engine:
+    with load(bundle, **beside(bundle, accelerator_memory="64MB", cooperation="gpu")) as engine:
         found, used = logits_of(engine), engine.model.accelerator
         assert used is not None and len(used.placement.resident) == 3 * 8 - len(PRUNED)
     assert np.abs(found - on_cpu).max() <= 0.02 * np.abs(on_cpu).max()

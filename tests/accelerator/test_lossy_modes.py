@@ -12,34 +12,23 @@ from moec.manifests.errors import OptionError
 from moec.runtime import load
 from moec.runtime.modes.choice import PassChoice, Routed
 from moec.runtime.modes.mode_counts import ModeCounts
+from tests.runtime.modes.conftest import forced_steps
 
 from .conftest import memory_for
 
-TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
-PROMPT_TOKENS = 20
 LOSSY: list[dict[str, Any]] = [{"lossy": "dynamic-precision 0,0.5"}, {"lossy": "cache-routing margin=0.9,drop=0.2"}]
 
 
 def device_options(bundle: Path, share: float) -> dict[str, Any]:
     """Return the options of a device with memory for a share of the experts. No measured time decides the placement."""
-    memory = str(memory_for(bundle, share, 64))
-    return {
-        "accelerator": "torch-cpu",
-        "accelerator_memory": memory,
-        "accelerator_dense": "host",
-        "cooperation": "cpu",
-    }
+    device = {"accelerator": "torch-cpu", "accelerator_memory": str(memory_for(bundle, share, 64))}
+    return {**device, "accelerator_dense": "host", "cooperation": "cpu"}
 
 
 def decoded(bundle: Path, **options: Any) -> tuple[np.ndarray, ModeCounts]:
-    with load(bundle, context=64, expert_cache="25%", **options) as engine:
-        engine.cache.finish_warming()
-        engine.begin_sequence()
-        engine.prefill(TOKENS[:PROMPT_TOKENS])
-        rows = [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
-        engine.cache.check_invariants()
-        assert engine.mode_counts is not None
-        return np.concatenate(rows), engine.mode_counts
+    logits, counts = forced_steps(bundle, expert_cache="25%", **options)
+    assert counts is not None
+    return logits, counts
 
 
 @pytest.mark.parametrize("modes", LOSSY, ids=str)

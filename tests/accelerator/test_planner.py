@@ -1,18 +1,125 @@
-"""The plan of a layer: the published rule, both ends of the switch, and a time that is never worse than theirs."""
+"""Placement, latencies, and the plan of a layer, which is never worse than the published rule and either end."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accelerator.workload import layer_ns
-from moec.runtime.accelerator.latency import LatencyModel
+from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, layer_ns, pass_ns, prefill_ns
+from moec.manifests.errors import MemoryBudgetExceeded
+from moec.runtime import kernels
+from moec.runtime.accelerator.image import entry_bytes, expert_bytes
+from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line, mean_latency, measure_latency
+from moec.runtime.accelerator.placement import place_experts, working_bytes
 from moec.runtime.accelerator.planner import Action, ExpertLoad, pays_alone, plan_layer, schedule
+from moec.runtime.accelerator.torch_device import TorchDevice
+from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.expert_cache.bound_experts import bind_experts
+from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import COOPERATIONS
+from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.storage.read_storage import open_storage
+from tests.kernels.products import expert_of
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(0, 20000), st.integers(0, 500), st.randoms()
+)
+def test_what_is_placed_fits_and_nothing_more_popular_would_have(
+    sizes: list[int], budget: int, dense: int, random: object
+) -> None:
+    order = list(range(len(sizes)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    floor = 2 * max(sizes) + dense + 7
+    if budget < floor:
+        with pytest.raises(MemoryBudgetExceeded, match=f"floor of {floor} "):
+            place_experts(sizes, order, budget, 2, 7, dense)
+        return
+    found = place_experts(sizes, order, budget, 2, 7, dense)
+    assert found.resident_bytes == sum(sizes[index] for index in found.resident)
+    assert found.fixed_bytes == floor and found.fixed_bytes + found.resident_bytes <= budget
+    room = budget - floor
+    for index in order:  # in order of popularity, an expert that was left out did not fit
+        assert (index in found.resident) == (sizes[index] <= room)
+        room -= sizes[index] * (index in found.resident)
+
+
+def test_sizes_are_known_before_anything_is_read(tiny_bundle: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    stored = bundle.manifest.stored_experts
+    storage = open_storage(bundle, "buffered", verify=False)
+    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False)).experts
+    for entry, expert in zip(stored, experts, strict=True):
+        assert entry_bytes(bundle.manifest.model, entry) == expert_bytes(expert) <= entry.size_bytes
+    storage.close()
+
+
+def test_working_memory_grows_with_the_pass(tiny_bundle: Path) -> None:
+    manifest = open_bundle(tiny_bundle).manifest
+    assert 0 < working_bytes(manifest, 1, may_group=False) < working_bytes(manifest, 64, may_group=False)
+    assert working_bytes(manifest, 64, may_group=False) < working_bytes(manifest, 64, may_group=True)
+
+
+TRUE = LatencyModel(4000.0, 900.0, 7000.0, 30.0, 2.0, 5.0, 3000.0, 11000.0)
+
+
+@given(st.floats(1, 1e9), st.floats(0, 1e7))
+def test_a_line_is_found(fixed: float, slope: float) -> None:
+    found = fit_line(SAMPLE_TOKENS, [fixed + slope * tokens for tokens in SAMPLE_TOKENS])
+    assert found == pytest.approx((fixed, slope), rel=1e-4, abs=1e-4 * (fixed + slope))
+
+
+@given(st.lists(st.floats(1, 1e9), min_size=3, max_size=3))
+def test_no_constant_is_negative_whatever_was_measured(times_ns: list[float]) -> None:
+    fixed, slope = fit_line(SAMPLE_TOKENS, times_ns)
+    assert fixed >= 0 and slope >= 0 and fixed + slope > 0
+
+
+def test_the_time_of_one_token_counts_as_much_as_that_of_many() -> None:
+    """Relative errors: a line by absolute ones would pass one token by."""
+    fixed, slope = fit_line((1, 8, 32), (100.0, 160.0, 4000.0))
+    assert fixed + slope == pytest.approx(100, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "times_ns"), [((1, 1), (2.0, 2.0)), ((1, 2), (0.0, 1.0)), ((1,), (1.0,)), ((1, 2), (1.0,))]
+)
+def test_too_little_for_a_line_is_refused(tokens: tuple[int, ...], times_ns: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="positive times of two"):
+        fit_line(tokens, times_ns)
+
+
+def test_a_device_of_known_latencies_is_measured_back() -> None:
+    device = SimulatedDevice(TRUE, 1 << 30)
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+
+    def on_cpu(expert: kernels.Expert, x: np.ndarray, *rest: np.ndarray) -> None:
+        device.advance(TRUE.cpu_ns(len(x)))
+
+    found = measure_latency(device, expert, device.clock_ns, on_cpu)
+    assert found.to_plain() == pytest.approx(TRUE.to_plain(), rel=1e-6)
+
+
+def test_a_real_device_is_measured(device: torch.device) -> None:
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    found = measure_latency(TorchDevice("test", device, 0, expert_bytes(expert)), expert)
+    assert all(value >= 0 for value in found.to_plain().values())
+    assert found.cpu_ns(1) > 0 and found.device_ns(1) > 0 and found.transfer_ns(1000) > 0
+    assert "us a token" in found.to_text() and "GB/s" in found.to_text()
+    assert LatencyModel(1, 1, 1, 1, 0.25, 0.5).to_text().endswith("copies 1.33 GB/s (link 2.00)")
+
+
+def test_several_experts_make_a_mean() -> None:
+    other = LatencyModel(0, 100, 1000, 10, 0, 1, 500, 1000)
+    assert mean_latency([TRUE, other]) == LatencyModel(2000, 500, 4000, 20, 1, 3, 1750, 6000)
+
 
 times = st.floats(0, 1e7, allow_nan=False, width=32)
 latencies = st.builds(
@@ -155,3 +262,43 @@ def test_a_copy_waits_for_a_slot_while_the_processor_computes() -> None:
     own = [ExpertLoad(9 - index, 1, SIZE, is_resident=False) for index in range(2)]
     order, end_ns = schedule(copies, own, latency, slots=2)
     assert order == (0, 1, 9, 8, 2) and end_ns == 300
+
+
+LATENCY = LatencyModel(5e5, 5e4, 1e5, 0.0, 0.05, 0.5)
+WORK = Workload(np.random.default_rng(0).integers(1, 100, (4, 8)), 2, SIZE, 1e4, 1e3, 1e5)
+
+
+def test_every_token_chooses_so_many_different_experts() -> None:
+    counts = WORK.draw(0, 500, np.random.default_rng(1))
+    assert counts.sum() == 1000 and counts.max() <= 500
+    assert np.corrcoef(counts, WORK.popularity[0])[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 300, 2500])
+def test_the_planner_is_first_and_runs_repeat(tokens: int) -> None:
+    residents = WORK.residents(10)
+    assert residents.sum() == 10
+    times_ns = {name: prefill_ns(WORK, LATENCY, residents, name, tokens) for name in STRATEGIES}
+    shared = [name for name in STRATEGIES if STRATEGIES[name] is not None]
+    assert times_ns["planner"] == min(times_ns[name] for name in shared) < times_ns["CPU only"]
+    assert times_ns == {name: prefill_ns(WORK, LATENCY, residents, name, tokens) for name in STRATEGIES}
+
+
+def test_the_cpu_alone_takes_what_the_latencies_say() -> None:
+    one = Workload(np.ones((3, 1)), 1, SIZE, 7.0, 1.0, 11.0)
+    residents = one.residents(3)
+    found = pass_ns(one, LATENCY, residents, "CPU only", 5, seed=0)
+    assert found == pytest.approx(11 + 3 * (7 + 5 + LATENCY.cpu_ns(5)))
+    assert pass_ns(one, LATENCY, residents, "planner", 5, 0) == pytest.approx(11 + 3 * (12 + LATENCY.device_ns(5)))
+    assert decode_ns(one, LATENCY, residents, "CPU only", 5, steps=3) == pytest.approx(found)
+
+
+def test_a_simulated_device_has_a_memory() -> None:
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    device = SimulatedDevice(LATENCY, 15_000)
+    device.keep(expert)
+    assert 0 < device.used_bytes <= 15_000
+    with pytest.raises(MemoryBudgetExceeded, match="simulated device has 15000 bytes"):
+        device.keep(expert)
+    device.close()
+    assert device.used_bytes == 0

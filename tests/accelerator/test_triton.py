@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.accelerator.torch_weights import unpack
 from moec.runtime.kernels import reference
-from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy
+from tests.accelerator import experts as experts_on_device
+from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy, launched_together
 from tests.kernels.packer import FORMATS, bits, random_matrix
 from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
 
@@ -32,9 +34,7 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> TorchDevice:
-    sizes = [expert_bytes(expert) for expert in experts]
-    return TorchDevice("test", device, sum(sizes[:kept]), max(sizes), has_triton=True)
+opened = partial(experts_on_device.opened, has_triton=True)
 
 
 def formats() -> list[Any]:
@@ -159,12 +159,7 @@ def test_experts_of_several_formats_are_launched_together(device: torch.device) 
     experts = [expert_of(32, 32, (text,) * 3)[0] for text in texts]
     x, chosen = inputs(9, 32), opened(device, experts, 0)
     alone = [computed_by(chosen, expert, x, is_kept=False) for expert in experts]
-    chosen.begin(x)
-    together = np.zeros((9, len(experts), 32), np.float32)
-    for rank, expert in enumerate(experts):
-        chosen.run(chosen.copy(expert), TOKENS, np.full(4, rank, np.int32))
-    chosen.launch()
-    chosen.collect(together)
+    together = launched_together(chosen, experts, x)
     for rank, single in enumerate(alone):
         assert np.array_equal(together[TOKENS, rank], single[TOKENS, RANKS])
 

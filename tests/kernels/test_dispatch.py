@@ -1,9 +1,10 @@
-"""Choice of kernels, a missing or damaged extension, and threads with concurrent calls and fork."""
+"""Choice of kernels, a missing or damaged extension, threads with concurrent calls and fork, and timing."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.kernels import extension
+from moec.runtime.kernels.profile import TIMED, timed_kernels
 from tests.kernels.conftest import need
 from tests.kernels.packer import bits, random_matrix
+from tests.kernels.products import gate, inputs, matrix_of
 
-gate = pytest.mark.gate("G8")
 SPEC = QuantSpec.parse("q4g64")
 
 
@@ -57,7 +59,7 @@ def test_without_extension_numpy_runs(fresh: pytest.MonkeyPatch, tmp_path: Path)
     assert kernels.available() == ("numpy",) and kernels.active() == "numpy"
     packed = random_matrix(33, 128, SPEC)
     out = np.empty((1, 33), np.float32)
-    kernels.linear(kernels.PackedMatrix(packed.data, 33, 128, SPEC), np.ones((1, 128), np.float32), out)
+    kernels.linear(matrix_of(packed), np.ones((1, 128), np.float32), out)
     assert np.allclose(out[0], packed.weights.sum(axis=1), atol=1e-3)
     kernels.set_threads(2)
     with pytest.raises(KernelUnavailable, match="available: numpy"):
@@ -90,8 +92,7 @@ def test_thread_counts_out_of_range_are_refused(count: int) -> None:
 
 
 def product(threads: int = 1, calls: int = 1) -> np.ndarray:
-    packed = random_matrix(512, 1024, SPEC)
-    matrix = kernels.PackedMatrix(packed.data, 512, 1024, SPEC)
+    matrix = matrix_of(random_matrix(512, 1024, SPEC))
     x, out = np.ones((3, 1024), np.float32), np.empty((3, 512), np.float32)
     for _ in range(calls):
         kernels.linear(matrix, x, out)
@@ -178,3 +179,28 @@ def test_threads_without_work_sleep() -> None:
     finished = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=600, check=False)
     assert finished.returncode == 0, finished.stderr
     assert float(finished.stdout) < 0.01, "seconds of a processor in 0.2 s without work"
+
+
+STEERS = {"active", "available", "compiled", "require", "select", "set_threads", "threads"}
+
+
+def test_every_function_that_computes_is_timed() -> None:
+    own = {name for name, _ in inspect.getmembers(kernels, inspect.isfunction) if not name.startswith("_")}
+    here = {name for name in own if getattr(kernels, name).__module__ == kernels.__name__}
+    assert here - STEERS == set(TIMED)
+
+
+def test_calls_are_counted_and_the_kernels_put_back() -> None:
+    matrix, x = matrix_of(random_matrix(32, 64, QuantSpec.parse("q4g32"), 0)), inputs(3, 64)
+    expected, out = np.empty((3, 32), np.float32), np.empty((3, 32), np.float32)
+    kernels.linear(matrix, x, expected)
+    before = {name: getattr(kernels, name) for name in TIMED}
+    with pytest.raises(ValueError), timed_kernels() as times:
+        kernels.linear(matrix, x, out)
+        kernels.linear(matrix, x=x, out=out)
+        assert times.calls == {"linear": 2} and times.total_ns == times.elapsed_ns["linear"] > 0
+        assert np.array_equal(out, expected)
+        times.clear()
+        kernels.rms_norm(x, np.ones(3, np.float32), 1e-5, x)
+    assert times.calls == {"rms_norm": 1}, "a call that fails counts too"
+    assert {name: getattr(kernels, name) for name in TIMED} == before

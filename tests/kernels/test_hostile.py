@@ -11,7 +11,8 @@ import pytest
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from tests.kernels.conftest import need
-from tests.kernels.packer import FORMATS, Packed, random_matrix
+from tests.kernels.packer import FORMATS, random_matrix
+from tests.kernels.products import matrix_of
 
 pytestmark = pytest.mark.gate("G10")
 SPEC = QuantSpec.parse("q4g64")
@@ -20,10 +21,6 @@ F32, I32, I64 = np.float32, np.int32, np.int64
 
 def zeros(*shape: int, dtype: type = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
-
-
-def matrix_of(packed: Packed) -> kernels.PackedMatrix:
-    return kernels.PackedMatrix(packed.data, *packed.weights.shape, packed.spec)
 
 
 @pytest.mark.parametrize("spec", FORMATS, ids=str)
@@ -35,38 +32,16 @@ def test_buffers_of_another_size_are_refused(spec: QuantSpec) -> None:
 
 
 FORMS = [
-    (33, 128, 7, 0, False, 0),
-    (33, 128, 9, 0, False, 0),
-    (33, 128, 5, 48, False, 0),
-    (33, 128, 4, 48, False, 0),
-    (33, 128, 243, 64, False, 0),
-    (33, 128, 243, 32, True, 0),
-    (33, 160, 243, 0, True, 0),
-    (33, 128, 243, 0, True, 3),
-    (33, 128, 4, 96, False, 0),
-    (33, 130, 4, 0, False, 0),
-    (33, 128, 4, -32, False, 0),
-    (33, 128, 4, 0, False, 1),
-    (33, 128, 16, 0, False, 0),
-    (33, 128, 16, 0, True, 1),
-    (33, 128, 16, 32, False, 1),
-    (33, 128, 16, 0, False, 7),
-    (0, 128, 4, 0, False, 0),
-    (-1, 128, 4, 0, False, 0),
-    (1 << 40, 128, 4, 0, False, 0),
-    (33, 1 << 40, 4, 0, False, 0),
-    (1 << 24, 1 << 24, 8, 0, False, 0),
-    ((1 << 63) - 1, 32, 4, 0, False, 0),
-    (33, 128, 4, 0, False, 0, True),
-    (33, 128, 4, 32, True, 0, True),
-    (33, 128, 5, 32, True, 0, True),
-    (33, 128, 5, 32, False, 3),
-    (33, 128, 6, 32, False, 0, True),
-    (33, 128, 8, 32, False, 0, True),
-    (33, 128, 4, 32, False, 3, True),
-    (33, 128, 243, 64, True, 0, True),
-    (33, 128, 16, 0, False, 1, True),
-]
+    (33, 128, 7, 0, False, 0), (33, 128, 9, 0, False, 0), (33, 128, 5, 48, False, 0), (33, 128, 4, 48, False, 0),
+    (33, 128, 243, 64, False, 0), (33, 128, 243, 32, True, 0), (33, 160, 243, 0, True, 0),
+    (33, 128, 243, 0, True, 3), (33, 128, 4, 96, False, 0), (33, 130, 4, 0, False, 0), (33, 128, 4, -32, False, 0),
+    (33, 128, 4, 0, False, 1), (33, 128, 16, 0, False, 0), (33, 128, 16, 0, True, 1), (33, 128, 16, 32, False, 1),
+    (33, 128, 16, 0, False, 7), (0, 128, 4, 0, False, 0), (-1, 128, 4, 0, False, 0), (1 << 40, 128, 4, 0, False, 0),
+    (33, 1 << 40, 4, 0, False, 0), (1 << 24, 1 << 24, 8, 0, False, 0), ((1 << 63) - 1, 32, 4, 0, False, 0),
+    (33, 128, 4, 0, False, 0, True), (33, 128, 4, 32, True, 0, True), (33, 128, 5, 32, True, 0, True),
+    (33, 128, 5, 32, False, 3), (33, 128, 6, 32, False, 0, True), (33, 128, 8, 32, False, 0, True),
+    (33, 128, 4, 32, False, 3, True), (33, 128, 243, 64, True, 0, True), (33, 128, 16, 0, False, 1, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -45,10 +45,9 @@ from tests.kernels.checked_programs import (
     sources,
 )
 from tests.kernels.packer import bits, pack_16_bit
+from tests.kernels.products import gate
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-
-gate = pytest.mark.gate("G8")
 
 
 def scalar_object() -> Path | None:

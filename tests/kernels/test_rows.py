@@ -15,9 +15,8 @@ from moec.runtime.kernels import reference
 from moec.runtime.kernels.reference.matmul import matmul
 from tests.kernels.conftest import need
 from tests.kernels.packer import LENGTHS, bits
+from tests.kernels.products import UNIT, gate
 
-gate = pytest.mark.gate("G8")
-UNIT = 2.0**-24
 EXP_ERROR = 2e-7
 
 
@@ -169,29 +168,41 @@ class Cache:
         return out
 
 
-@gate
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 4, 100])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5), (8, 2, 128)])
-def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int, has_sinks: bool) -> None:
-    cache, q = Cache(kv_heads, size), normal(5, heads, size)
-    sinks = 3 * normal(heads, seed=4) if has_sinks else None
-    out = cache.attend(q, window, sinks)
-    for t, (slot, position) in enumerate(zip(cache.slots, cache.positions, strict=True)):
+def check_attention(
+    cache: Cache, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None, bias: np.ndarray | None = None
+) -> None:
+    """Compare with the definition in float64. A token sees all before its end, or the last ones in a window."""
+    out, (_, heads, size) = cache.attend(q, window, sinks, bias), q.shape
+    ends = cache.positions + 1 if cache.ends is None else cache.ends
+    for t, (slot, position, end) in enumerate(zip(cache.slots, cache.positions.tolist(), ends, strict=True)):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):
-            keys = cache.keys[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
-            values = cache.values[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
-            scores = keys @ q[t, head] * 0.3
+            of_head = (slot, head * cache.keys.shape[1] // heads, slice(first, end))
+            keys, values = cache.keys[of_head].astype(np.float64), cache.values[of_head].astype(np.float64)
+            scores, added = keys @ q[t, head] * 0.3, np.zeros(1)
+            if bias is not None:
+                added = np.array([bias[head, 39 + at - position] for at in range(end)], np.float64)
+            scores = scores + added
             sink = -np.inf if sinks is None else float(sinks[head])
             peak = max(scores.max(), sink)
             shares = np.exp(scores - peak)
             shares /= shares.sum() + np.exp(sink - peak)
             # A score has an error of `shift`. A share has it in its part and in the sum, plus the error of exp. Sums
             # have a rounding per position.
-            shift = (size + 3) * UNIT * (np.abs(keys) @ np.abs(q[t, head])).max() * 0.3
+            terms = size + (3 if bias is None else 5)
+            shift = terms * UNIT * ((np.abs(keys) @ np.abs(q[t, head])).max() * 0.3 + np.abs(added).max())
             relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
             assert (np.abs(out[t, head] - shares @ values) <= relative * (shares @ np.abs(values))).all()
+
+
+@gate
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5), (8, 2, 128)])
+def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int, has_sinks: bool) -> None:
+    check_attention(
+        Cache(kv_heads, size), normal(5, heads, size), window, 3 * normal(heads, seed=4) if has_sinks else None
+    )
 
 
 @gate
@@ -199,20 +210,9 @@ def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5)])
 def test_attention_with_a_bias_of_distances(every: str, heads: int, kv_heads: int, size: int, has_ends: bool) -> None:
     """Every pair of positions has its own bias, so that a wrong offset shows. Ends lie before and after the token."""
-    cache, q, bias = Cache(kv_heads, size), normal(5, heads, size), normal(heads, 2 * 40 - 1, seed=9)
-    ends = [3, 40, 7, 1, 40] if has_ends else [int(position) + 1 for position in cache.positions]
-    cache.ends = np.array(ends, np.int32) if has_ends else None
-    out = cache.attend(q, bias=bias)
-    for t, (slot, position) in enumerate(zip(cache.slots, cache.positions.tolist(), strict=True)):
-        for head in range(heads):
-            keys = cache.keys[slot, head * kv_heads // heads, : ends[t]].astype(np.float64)
-            values = cache.values[slot, head * kv_heads // heads, : ends[t]].astype(np.float64)
-            scores = keys @ q[t, head] * 0.3 + [bias[head, 39 + at - position] for at in range(ends[t])]
-            shares = np.exp(scores - scores.max())
-            shares /= shares.sum()
-            shift = (size + 5) * UNIT * ((np.abs(keys) @ np.abs(q[t, head])).max() * 0.3 + np.abs(bias).max())
-            relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
-            assert (np.abs(out[t, head] - shares @ values) <= relative * (shares @ np.abs(values))).all()
+    cache = Cache(kv_heads, size)
+    cache.ends = np.array([3, 40, 7, 1, 40], np.int32) if has_ends else None
+    check_attention(cache, normal(5, heads, size), bias=normal(heads, 2 * 40 - 1, seed=9))
 
 
 @gate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -26,7 +27,17 @@ from moec.manifests.bundle import (
 from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest
 from moec.manifests.files.limits import MANIFEST_JSON
 from moec.manifests.files.strict_json import load_strict_json
-from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
+from moec.manifests.model import (
+    AttentionSpec,
+    EncoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    RelativeBiasSpec,
+    RopeSpec,
+    RouterSpec,
+    SharedSpec,
+)
 from moec.manifests.quant import QuantSpec
 
 FORMATS = ("q2g32", "q3", "q5g32b", "q6s", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
@@ -48,6 +59,23 @@ def model_spec(layers: Sequence[LayerSpec] = (), **changes: Any) -> ModelSpec:
         "eos_token_ids": (2,),
     }  # fmt: skip
     return ModelSpec(**{**fields, **changes})
+
+
+# A model with an encoder: two layers of it, three of a decoder, routed in 1, 3 and 4.
+SELF = AttentionSpec(2, 2, 16, None, scale=1.0, relative_bias=RelativeBiasSpec(8, 20))
+CROSS = AttentionSpec(2, 2, 16, None, scale=1.0)
+ROUTER = RouterSpec("softmax", False)
+ROUTED = ExpertsSpec(4, 1, 64, "relu", ROUTER)
+CAPPED = replace(ROUTED, router=replace(ROUTER, capacity=3))
+PLAIN = ExpertsSpec(0, 0, 64, "relu", ROUTER)
+ENCODER_LAYERS = (
+    LayerSpec(SELF, PLAIN, SharedSpec(64)),
+    LayerSpec(SELF, CAPPED),
+    LayerSpec(SELF, PLAIN, SharedSpec(64), CROSS),
+    LayerSpec(SELF, ROUTED, None, CROSS),
+    LayerSpec(SELF, ROUTED, None, CROSS),
+)
+WITH_ENCODER = ModelSpec("t", 32, 50, 128, 1e-6, True, ENCODER_LAYERS, (1,), encoder=EncoderSpec(2, 0))
 
 
 def cost_of(model: ModelSpec, experts: Sequence[ExpertEntry], dense: Sequence[DenseEntry]) -> CostSummary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,18 +36,6 @@ def test_a_byte_over_the_limit_is_refused(tmp_path: Path) -> None:
         read_input(path, 3)
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
@@ -54,14 +43,20 @@ def _socket(path: Path) -> None:
 
 @pytest.mark.parametrize("follow_links", [False, True])
 @pytest.mark.parametrize(
-    ("make", "found"), [(_pipe, "a pipe"), (_folder, "a folder"), (_device, "a (device|link)"), (_socket, "a socket")]
+    ("make", "found"),
+    [
+        (os.mkfifo, "a pipe"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to("/dev/zero"), "a (device|link)"),
+        (_socket, "a socket"),
+    ],
 )
 def test_other_kinds_are_named_and_nothing_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: object, found: str, follow_links: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], found: str, follow_links: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     path = Path("file")
-    make(path)  # type: ignore[operator]
+    make(path)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(UnreadableFile, match=found):
         read_input(path, 100, follow_links=follow_links)

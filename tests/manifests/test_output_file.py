@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import stat
@@ -16,6 +17,8 @@ from typing import BinaryIO
 import pytest
 
 from moec.manifests.errors import DoesNotFit, InputError, MoecError
+from moec.manifests.files.implied_names import check_implied, write_implied
+from moec.manifests.files.mounts import Mount, mount_of, mounts
 from moec.manifests.files.output_file import (
     AtomicFile,
     FileSystem,
@@ -33,6 +36,23 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def mounted(mount: str, script: str, place: Path) -> str:
+    """Return what a script prints after a mount, in a namespace of its own."""
+    command = f'{mount} && exec "{sys.executable}" -c "$0" "{place}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    return done.stdout or done.stderr
+
+
+def make_device(path: Path, minor: int) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        path.open("wb").close()
+    except OSError as problem:
+        pytest.skip(f"no device can be made here: {problem}")
 
 
 @pytest.fixture
@@ -120,11 +140,8 @@ def test_a_full_disk_is_a_sentence_and_the_old_content_stays(tmp_path: Path) -> 
         "except DoesNotFit as problem: print(problem.message)\n"
         "print(path.read_bytes(), [each.name for each in path.parent.iterdir()])\n"
     )
-    command = f'mount -t tmpfs -o size=64k none "{tmp_path}" && exec "{sys.executable}" -c "$0" "{tmp_path}"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == f"the disk of `{tmp_path}/file` is full\nb'old' ['file']\n", done.stderr
+    said = mounted(f'mount -t tmpfs -o size=64k none "{tmp_path}"', script, tmp_path)
+    assert said == f"the disk of `{tmp_path}/file` is full\nb'old' ['file']\n"
 
 
 def test_a_kill_leaves_the_old_content(old: Path) -> None:
@@ -191,11 +208,7 @@ def test_a_file_with_the_temporary_name_is_not_followed(tmp_path: Path, old: Pat
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_a_device_is_written_to_and_stays(tmp_path: Path, through_a_link: bool) -> None:
     device = tmp_path / "null"
-    try:
-        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        device.open("wb").close()
-    except OSError as problem:
-        pytest.skip(f"no device can be made here: {problem}")
+    make_device(device, 3)
     path = device
     if through_a_link:
         path = tmp_path / "link"
@@ -211,11 +224,7 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path, through_a_link: bool) 
 @as_root
 def test_a_device_that_refuses_is_a_sentence(tmp_path: Path) -> None:
     device = tmp_path / "full"
-    try:
-        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 7))
-        device.open("wb").close()
-    except OSError as problem:
-        pytest.skip(f"no device can be made here: {problem}")
+    make_device(device, 7)
     with pytest.raises(DoesNotFit, match="full"):
         write_output(device, NEW)
     assert stat.S_ISCHR(device.lstat().st_mode)
@@ -337,15 +346,9 @@ def test_a_read_only_file_system_is_refused_before_the_work(tmp_path: Path) -> N
         "    try: check_output(Path(sys.argv[1]) / name)\n"
         "    except InputError as problem: print(problem.message)\n"
     )
-    command = (
-        f'mount -t tmpfs none "{tmp_path}" && touch "{tmp_path}/there" && mount -o remount,ro "{tmp_path}" '
-        f'&& exec "{sys.executable}" -c "$0" "{tmp_path}"'
-    )
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    mount = f'mount -t tmpfs none "{tmp_path}" && touch "{tmp_path}/there" && mount -o remount,ro "{tmp_path}"'
     expected = [f"`{tmp_path}/{name}` cannot be written: Read-only file system" for name in ("new", "there", "a/b")]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert mounted(mount, script, tmp_path).splitlines() == expected
 
 
 @as_root
@@ -360,11 +363,8 @@ def test_a_mounted_file_is_refused_before_the_work(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "my target"
     source.touch()
     target.touch()
-    command = f'mount --bind "{source}" "{target}" && exec "{sys.executable}" -c "$0" "{target}"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == f"`{target}` is a mount point, so it cannot be replaced\n", done.stderr
+    said = mounted(f'mount --bind "{source}" "{target}"', script, target)
+    assert said == f"`{target}` is a mount point, so it cannot be replaced\n"
 
 
 def test_a_folder_is_checked_with_what_is_added_to_its_name(tmp_path: Path) -> None:
@@ -379,3 +379,72 @@ def test_folders_that_stay_empty_are_taken_away_again(tmp_path: Path) -> None:
         assert (tmp_path / "a" / "b").is_dir()
         raise KeyError
     assert names(tmp_path) == ["a"] and names(tmp_path / "a") == ["kept"]
+
+
+MARK = re.compile(rb"\Aours ")
+
+
+def test_a_new_file_and_one_with_the_mark_are_written(tmp_path: Path) -> None:
+    for data in (b"ours 1", b"ours 2"):
+        write_implied(tmp_path / "file", data, MARK)
+        assert (tmp_path / "file").read_bytes() == data
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("kind", ["file", "empty file", "link", "link to one of ours", "link to nothing", "folder"])
+def test_what_somebody_else_made_stays(tmp_path: Path, kind: str) -> None:
+    place, other = tmp_path / "file", tmp_path / "other"
+    other.write_bytes(b"ours 1" if kind == "link to one of ours" else b"dear")
+    if kind.startswith("link"):
+        place.symlink_to(tmp_path / "nothing" if kind == "link to nothing" else other)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.write_bytes(b"" if kind == "empty file" else b"dear ours")
+    before = other.read_bytes(), place.is_symlink()
+    for work in (lambda: check_implied(place, MARK), lambda: write_implied(place, b"ours 2", MARK)):
+        with pytest.raises(InputError, match="not replaced"):
+            work()
+    assert (other.read_bytes(), place.is_symlink()) == before and not (tmp_path / "nothing").exists()
+
+
+LINES = {
+    "optional fields": (
+        b"30 1 8:1 / /a rw shared:1 master:2 - ext4 /dev/sda1 rw",
+        Mount("/", "/a", "ext4", "/dev/sda1", "rw"),
+    ),
+    "escapes": (
+        rb"30 1 8:1 /a\134b /a\040b rw - nfs host:/x\011y rw",
+        Mount("/a\\b", "/a b", "nfs", "host:/x\ty", "rw"),
+    ),
+    "other white space": (
+        "30 1 8:1 / /a\x85b\u2028c\u00a0 rw - ext4 x rw".encode(),
+        Mount("/", "/a\x85b\u2028c\u00a0", "ext4", "x", "rw"),
+    ),
+    "not UTF-8": (b"30 1 8:1 / /\xff rw - ext4 x rw", Mount("/", "/\udcff", "ext4", "x", "rw")),
+    "no source": (b"30 1 0:5 / /tmp rw - tmpfs  rw", Mount("/", "/tmp", "tmpfs", "", "rw")),
+    "no options": (b"30 1 0:5 / /tmp rw - tmpfs x", Mount("/", "/tmp", "tmpfs", "x", "")),
+    "no kind": (b"30 1 0:5 / /tmp rw", None),
+}
+
+
+def system_of(folder: Path, *lines: bytes) -> Path:
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/mountinfo").write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_of_the_kernel(name: str, tmp_path: Path) -> None:
+    line, expected = LINES[name]
+    assert mounts(system_of(tmp_path, b"odd", line)) == ([] if expected is None else [expected])
+
+
+def test_the_mount_of_a_path_is_the_last_of_the_longest(tmp_path: Path) -> None:
+    mount = "30 1 8:1 / {} rw - {} x rw".format
+    lines = [mount("/a/b", "first"), mount("/a/b", "second"), mount("/a", "short"), mount("/a/bc", "other")]
+    system = system_of(tmp_path, *map(str.encode, lines))
+    assert mount_of(Path("/a/b/c"), system).kind == "second"
+    assert mount_of(Path("/z"), system) == Mount("", "", "", "", "")
+    assert mounts(tmp_path / "nowhere") == []

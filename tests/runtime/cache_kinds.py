@@ -1,4 +1,4 @@
-"""Engines with either expert cache: that of the extension, and that in Python, its specification."""
+"""Engines with either expert cache, that of the extension or its specification in Python, and with other kernels."""
 
 from __future__ import annotations
 
@@ -33,3 +33,14 @@ def caches_of(kind: Kind) -> Iterator[None]:
             for module in (choice_of_cache, mode_line, one_call):
                 patches.enter_context(mock.patch.object(module, "why_not_native", return_value="a test"))
         yield
+
+
+@contextmanager
+def kernels_of(name: str) -> Iterator[None]:
+    """Select kernels for a block."""
+    before = kernels.active()
+    kernels.select(name)
+    try:
+        yield
+    finally:
+        kernels.select(before)

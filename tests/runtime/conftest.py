@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,12 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tiny")
     folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=6, top_k=2, seed=5))
     return emit_bundle(folder, root / "bundle", mixed=True)
+
+
+@pytest.fixture
+def copied(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, which a test may change."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "copied"))
 
 
 @pytest.fixture

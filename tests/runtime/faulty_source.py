@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.options.readers import Readers
 from moec.runtime.storage.read_runs import NONE
+from moec.runtime.storage.read_verifier import SETTLED_NS
 
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS
@@ -31,7 +33,7 @@ class FaultySource:
     is_contiguous: whether each expert follows the one before it.
 
     failing: experts whose reads fail.
-    gate: reads wait until it is set.
+    gate: reads wait until it is set, but those of `ungated`.
     held: experts that must not be released.
     complaints: errors of the cache.
     """
@@ -43,6 +45,7 @@ class FaultySource:
         self.next_in_file = [*range(1, len(sizes)), NONE] if is_contiguous else [NONE] * len(sizes)
         self.loaded: set[int] = set()
         self.held: set[int] = set()
+        self.ungated: set[int] = set()
         self.failing: set[int] = set()
         self.reads: list[int] = []
         self.begun = self.failures = self.releases = self.runs = 0
@@ -55,7 +58,8 @@ class FaultySource:
 
     def load(self, *run: int) -> None:
         self.begun += 1
-        self.gate.wait(PATIENCE_S)
+        if not self.ungated.issuperset(run):
+            self.gate.wait(PATIENCE_S)
         if any(after != self.next_in_file[first] for first, after in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
@@ -155,3 +159,9 @@ def after(condition: Callable[[], bool], action: Callable[[], object]) -> thread
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def wait_until_settled(bundle: Path) -> None:
+    """Return when the last change of any file of a folder is old enough to be told from another."""
+    while time.time_ns() - max(path.stat().st_ctime_ns for path in bundle.iterdir()) <= 1.05 * SETTLED_NS:
+        time.sleep(0.05)

@@ -15,7 +15,6 @@ from moec.manifests.bundle import (
     MANIFEST_NAME,
     TABLES_NAME,
     BundleManifest,
-    CostSummary,
     DenseEntry,
     DeviceSummary,
     ExpertEntry,
@@ -28,6 +27,7 @@ from moec.manifests.codec import encode_manifest
 from moec.manifests.model import PROJECTIONS, AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import LAYOUT, QuantSpec
 from moec.manifests.safetensors_header import build_header
+from tests.manifests.examples import cost_of
 
 EXPERTS, LAYERS = 2, 2
 _EXPERTS = ExpertsSpec(EXPERTS, 1, 32, "silu", RouterSpec("softmax", True))
@@ -74,19 +74,6 @@ def files_and_experts() -> tuple[dict[str, bytes], list[ExpertEntry]]:
     return files, experts
 
 
-def cost_of(experts: list[ExpertEntry]) -> CostSummary:
-    padded = experts[0].size_bytes
-    return CostSummary(
-        expert_packed_bytes=round(len(experts) * 3 * 32 * UNIT.row_bytes(32)),
-        expert_padded_bytes=len(experts) * padded,
-        dense_packed_bytes=sum(2 * math.prod(shape) for shape in MODEL.dense_shapes().values()),
-        expert_bits_per_weight=UNIT.bits_per_weight(32),
-        expected_read_bytes_per_token=LAYERS * padded,
-        minimum_expert_bytes=padded,
-        kv_bytes_per_position=MODEL.kv_bytes_per_position,
-    )
-
-
 def dense_entries(file: bytes) -> tuple[DenseEntry, ...]:
     """The dense weights lie at the end of their file, 16 bits each."""
     shapes, entries = MODEL.dense_shapes(), list[DenseEntry]()
@@ -99,6 +86,7 @@ def dense_entries(file: bytes) -> tuple[DenseEntry, ...]:
 
 
 def manifest_of(files: dict[str, bytes], experts: list[ExpertEntry]) -> BundleManifest:
+    dense = dense_entries(files[DENSE_NAME])
     return BundleManifest(
         format_version=1,
         producer="test",
@@ -107,12 +95,12 @@ def manifest_of(files: dict[str, bytes], experts: list[ExpertEntry]) -> BundleMa
         layout=LAYOUT,
         model=MODEL,
         device=DeviceSummary("board", "0" * 64, 1 << 30, 1 << 20),
-        cost=cost_of(experts),
+        cost=cost_of(MODEL, experts, dense),
         calibration=None,
         source=SourceSummary("tiny", ()),
         options={},
         required_cpu_features=(),
-        dense=dense_entries(files[DENSE_NAME]),
+        dense=dense,
         experts=tuple(experts),
         files=tuple(entry(name, data) for name, data in sorted(files.items())),
     )

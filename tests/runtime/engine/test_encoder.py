@@ -1,4 +1,4 @@
-"""Models with an encoder: its experts are read once per pass, first, and go first; prompts stay with their slots."""
+"""Models with an encoder: its experts are read once per pass, first, and go first, also in a replay."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from moec.runtime import kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import eviction_order
 from moec.runtime.expert_cache.policies import SCORES
-from moec.runtime.expert_cache.records import expert_records, warm_order
-from moec.runtime.layers.attention import CrossAttention
+from moec.runtime.expert_cache.records import bundle_records, expert_records, warm_order
+from moec.runtime.layers.cross_attention import CrossAttention
 from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.layers.routing import within_capacity
-from moec.runtime.trace.trace import Access, TraceRecorder
+from moec.runtime.simulation.recorded_advice import table_advice
+from moec.runtime.simulation.replay import replay
+from moec.runtime.simulation.timeline import DeviceRates, predict_timeline
+from moec.runtime.storage.interface import page_bytes
+from moec.runtime.trace.trace import Access, Trace, TraceHeader, TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import pack_16_bit
-from tests.manifests.encoder_examples import CROSS, MODEL
+from tests.manifests.examples import CROSS, WITH_ENCODER
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, Oracle, TinySwitch, save_tiny_switch
 
@@ -239,7 +244,7 @@ def test_a_budget_is_kept_by_the_elastic_cache(bundle: Path) -> None:
 
 
 def test_slots_take_their_prompts_along() -> None:
-    kv, draw = KVCache(MODEL, 3, 8), np.random.default_rng(3)
+    kv, draw = KVCache(WITH_ENCODER, 3, 8), np.random.default_rng(3)
     assert kv.keys[0] is kv.keys[1] and kv.keys[1] is not kv.keys[2] and set(kv.cross_keys) == {2, 3, 4}
     for slot, length in ((0, 3), (1, 7), (2, 5)):
         kv.begin_prompt(slot, length)
@@ -296,3 +301,61 @@ def test_attention_over_a_prompt_by_its_definition() -> None:
             shares = np.exp(scores - scores.max())
             mixed.append(shares @ own_values[:, head] / shares.sum())
         assert found[row] == pytest.approx(plain["output"] @ np.concatenate(mixed), abs=2e-5)
+
+
+# -- replays -----------------------------------------------------------------------------------------------------------
+
+
+ANSWER = np.random.default_rng(6).integers(3, VOCABULARY, 20).tolist()
+RATES = DeviceRates(storage_bytes_per_s=10**8, storage_latency_ns=10**5, readers=2, compute_scale=1.0)
+
+
+def record(path: Path, policy: str, experts: int, prefetch: str = "off") -> tuple[Trace, dict[str, int], int]:
+    """One prompt and forced tokens with room for so many experts: the trace, what the cache counted, its capacity."""
+    manifest = open_bundle(path).manifest
+    layers, room = manifest.model.layers, experts * max(page_bytes(entry.size_bytes) for entry in manifest.experts)
+    with load(path, expert_cache=f"{room}", policy=policy, prefetch=prefetch, readers=1, context=64) as engine:
+        engine.cache.finish_warming()
+        before = engine.cache.stats.copy()
+        first = manifest.model.first_decoder_layer
+        trace = engine.model.trace = TraceRecorder(engine.model.times, lambda: engine.cache.stats, first)
+        engine.begin_texts([0], [PROMPT])
+        for position, token in enumerate(ANSWER):
+            engine.model.logits(engine.step([token], [0], [position]))
+        trace.end()
+        counted = engine.cache.stats.since(before).replayable_counts()
+        counts = tuple(layer.experts.count for layer in layers)
+        top_k = tuple(layer.experts.top_k for layer in layers)
+        header = TraceHeader("0" * 64, counts, top_k, len(PROMPT), prefetch, 1, 1, 1, 1, first, prefetch_rule="likely")  # type: ignore[arg-type]
+        return Trace(header, tuple(trace.passes)), counted, engine.cache.capacity_bytes
+
+
+def replayed_spec(path: Path, capacity: int, pins: int = 0) -> CacheSpec:
+    opened = open_bundle(path)
+    entries = opened.manifest.experts
+    sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
+    return CacheSpec(sizes, capacity, bundle_records(opened, opened.tables(), entries), pins)
+
+
+@pytest.mark.parametrize("policy", SCORES)
+def test_a_replay_counts_what_the_engine_counted(bundle: Path, policy: str) -> None:
+    trace, counted, capacity = record(bundle, policy, 14)
+    spec = replayed_spec(bundle, capacity)
+    found = replay(trace.accesses(), spec, policy, warm_order(spec.records).tolist()).replayable_counts()
+    assert counted["evictions"] > 0
+    for name in ("lookups", "hits", "misses", "evictions", "bytes_read"):
+        assert found[name] == counted[name], name
+
+
+@pytest.mark.parametrize("kind", ["path", "popularity"])
+def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
+    """Replayed advice of table predictors equals the recorded advice, layer by layer."""
+    trace, _, capacity = record(bundle, "lrfu", 8, prefetch=kind)
+    opened = open_bundle(bundle)
+    advice = table_advice(kind, opened.tables(), opened.manifest.model, trace)  # type: ignore[arg-type]
+    for each in trace.passes:
+        for at, recorded in enumerate(each.advice):
+            assert tuple(advice(each, each.first_layer + at)) == recorded
+    spec = replayed_spec(bundle, capacity, capacity // 2)
+    found = predict_timeline(trace, spec, "lrfu", RATES, advice)
+    assert found.cache.prefetch_reads > 0 and found.tokens == len(ANSWER)

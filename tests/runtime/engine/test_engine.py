@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import shutil
 import warnings
@@ -20,16 +19,15 @@ from moec.manifests.errors import (
     ContextOverflow,
     ExecutionError,
     InputError,
-    MemoryBudgetExceeded,
     OptionError,
 )
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine import engine as engine_module
 from moec.runtime.expert_cache.cache_stats import CacheStats
-from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.read_storage import ReadStorage
-from moec.runtime.text.sampling import Sampler, SamplingOptions
+from moec.runtime.text.sampling import SamplingOptions
+from tests.runtime.cache_kinds import kernels_of
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]
@@ -165,13 +163,6 @@ def test_a_damaged_expert_is_refused_when_it_is_used_and_no_file_stays_open(tiny
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_options_that_cannot_be_had(tiny_bundle: Path) -> None:
-    with pytest.raises(OptionError, match="longer than the 128 positions"):
-        load(tiny_bundle, context=129)
-    with pytest.raises(MemoryBudgetExceeded, match="under the floor"):
-        load(tiny_bundle, memory="1MiB")
-
-
 def test_mode_says_what_is_on(engine: Engine) -> None:
     for part in ("streaming, exact", "(50% of experts)", "policy lrfu", "prefetch lookahead"):
         assert part in engine.mode
@@ -210,15 +201,6 @@ def test_a_prompt_that_is_not_utf_8_is_refused(tiny_bundle: Path) -> None:
         next(engine.generate("ab\udcff", max_new_tokens=1))
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
-    for temperature in (0.0, 0.8):
-        sampler = Sampler(SamplingOptions(temperature=temperature))
-        for value in (np.nan, np.inf):
-            with pytest.raises(ExecutionError, match="NaN or infinity"):
-                sampler(np.array([0.0, value, 1.0], np.float32))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_memory_may_be_a_number_of_bytes(tiny_bundle: Path) -> None:
     with load(tiny_bundle, memory=3 << 30) as engine:
         assert engine.memory.budget_bytes == 3 << 30
@@ -242,21 +224,6 @@ def test_a_forked_child_is_told_to_load_its_own(tiny_bundle: Path) -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
         assert len(engine.logits([5, 6])) == 2
-
-
-def test_the_default_context_fits_rope_tables_into_the_budget() -> None:
-    """One table per kind of rotary embedding, and counted."""
-    from moec.profiles.memory_floor import scratch_bytes
-    from tests.manifests.examples import example_manifest
-
-    model = example_manifest().model
-    per_position = scratch_bytes(model, 1, 128) - scratch_bytes(model, 1, 127)
-    assert per_position >= 4 * 8
-
-
-def test_experts_take_whole_pages() -> None:
-    assert page_bytes(1) == page_bytes(mmap.PAGESIZE) == mmap.PAGESIZE
-    assert page_bytes(mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("cache_state", ["warm", "cold"])
@@ -300,3 +267,11 @@ def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, 
         assert [type(part()) for part in parts if part() is not None] == []
     finally:
         gc.enable()
+
+
+def test_overflow_in_the_head_gives_no_warning_and_reaches_the_logits(tiny_bundle: Path) -> None:
+    """Sampling refuses such logits. A warning of numpy would be an error of the suite."""
+    with kernels_of(kernels.NUMPY), load(tiny_bundle, expert_cache="50%", context=32) as engine:
+        hidden = np.full((1, engine.model.spec.hidden_size), 1e30, np.float32)
+        hidden[0, 0] = np.inf
+        assert np.isnan(engine.model.logits(hidden)).any()

@@ -126,17 +126,6 @@ def test_a_second_thread_is_refused_while_one_is_in_a_pass(tiny_bundle: Path) ->
         assert found == expected
 
 
-def test_generations_in_one_thread_take_over_from_each_other(tiny_bundle: Path) -> None:
-    with load(tiny_bundle) as engine:
-        one, other = engine.generate(TEXTS[0], 6), engine.generate(TEXTS[1], 6)
-        next(one)
-        next(other)
-        with pytest.raises(ExecutionError, match="another call has taken over"):
-            next(one)
-        assert len(list(other)) > 1
-        assert len(list(engine.generate(TEXTS[0], 6))) > 1
-
-
 def test_a_failed_pass_leaves_the_engine_free(tiny_bundle: Path) -> None:
     with load(tiny_bundle) as engine:
         with pytest.raises(ValueError, match="expected indices"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded, StorageReadFailed
-from moec.runtime import kernels, load
+from moec.runtime import kernels
 from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
 from moec.runtime.expert_cache.cache_spec import CacheSpec
@@ -31,18 +30,12 @@ from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import POLICIES, IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.read_storage import ReadStorage, open_storage
-from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for
-from tests.runtime.settled import wait_until_settled
+from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for, wait_until_settled
 
 LAYERS, EXPERTS = 3, 6
 COUNT = LAYERS * EXPERTS
 
 pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
-
-
-@pytest.fixture
-def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
 
 
 class Opened:
@@ -141,12 +134,12 @@ def test_experts_are_what_they_are_wherever_they_go(
         assert not own.cache.leased().size
 
 
-def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_until_settled(own_bundle)
-    sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(own_bundle).manifest.stored_experts]
+def test_most_reads_need_no_python(copied: Path, outputs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until_settled(copied)
+    sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(copied).manifest.stored_experts]
     same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
     assert len(same) >= 3
-    with opened(own_bundle, 2 * sizes[0]) as own:
+    with opened(copied, 2 * sizes[0]) as own:
         loads, checks = list[int](), list[int]()
         load_one, check_one = own.storage.load, own.storage.check
         monkeypatch.setattr(own.storage, "load", lambda *run: (loads.extend(run), load_one(*run)))
@@ -180,10 +173,10 @@ def test_nothing_is_compared_where_nothing_is_to_be_verified(
         own.check()
 
 
-def test_a_file_that_shrinks_is_told_and_may_come_back(own_bundle: Path, in_time: InTime) -> None:
-    with opened(own_bundle, io="buffered") as own:
+def test_a_file_that_shrinks_is_told_and_may_come_back(copied: Path, in_time: InTime) -> None:
+    with opened(copied, io="buffered") as own:
         entry = own.bundle.manifest.stored_experts[1]
-        file = own_bundle / entry.file
+        file = copied / entry.file
         content = file.read_bytes()
         assert sorted(in_time(lambda: each(own.cache.stream(0, [0, 1])))) == [0, 1]
         last = int(own.sizes[2:].argmax()) + 2
@@ -199,15 +192,15 @@ def test_a_file_that_shrinks_is_told_and_may_come_back(own_bundle: Path, in_time
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_damage_is_found_at_the_first_read(own_bundle: Path, in_time: InTime, is_small: bool) -> None:
+def test_damage_is_found_at_the_first_read(copied: Path, in_time: InTime, is_small: bool) -> None:
     """In a place of its own, and in one of another expert."""
-    stored = open_bundle(own_bundle).manifest.stored_experts
+    stored = open_bundle(copied).manifest.stored_experts
     entry, size = stored[7], page_bytes(stored[7].size_bytes)
     same = [index for index, other in enumerate(stored) if page_bytes(other.size_bytes) == size and index != 7]
-    content = bytearray((own_bundle / entry.file).read_bytes())
+    content = bytearray((copied / entry.file).read_bytes())
     content[entry.offset_bytes] ^= 1
-    (own_bundle / entry.file).write_bytes(content)
-    with opened(own_bundle, 2 * size if is_small else None) as own:
+    (copied / entry.file).write_bytes(content)
+    with opened(copied, 2 * size if is_small else None) as own:
         for index in same[:2]:
             assert in_time(lambda own=own, index=index: each(own.cache.stream(index // EXPERTS, [index]))) == [index]
         for _ in range(2):
@@ -347,23 +340,3 @@ def test_closing_wakes_who_waits(tiny_bundle: Path, in_time: InTime, monkeypatch
     gate.set()
     in_time(closing.join)
     own.close()
-
-
-def test_who_decides(tiny_bundle: Path) -> None:
-    """Every policy and every way to read has the cache of the extension."""
-    for options in (*({"policy": policy} for policy in POLICIES), *({"io": io} for io in ("auto", "buffered", "mmap"))):
-        with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
-            assert isinstance(engine.cache, NativeCache)
-
-
-def test_other_kernels_than_it_was_loaded_with_are_refused(tiny_bundle: Path) -> None:
-    """The reference would look where experts have been."""
-    before = kernels.active()
-    with load(tiny_bundle, expert_cache="50%", context=64) as engine:
-        try:
-            kernels.select("numpy")
-            with pytest.raises(ExecutionError, match="kernels were changed"):
-                engine.logits([1, 2])
-        finally:
-            kernels.select(before)
-        assert engine.logits([1, 2]).shape[0] == 2

@@ -1,9 +1,10 @@
-"""The cache against a ledger that the storage keeps itself, and against storage that fails."""
+"""The cache in Python against a ledger of the storage, failing storage, its warm start, and passes that do not fit."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
-from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.cache_spec import CacheSpec
+from moec.runtime.expert_cache.eviction import eviction_order
+from moec.runtime.expert_cache.instant_cache import InstantCache
+from moec.runtime.expert_cache.policies import SCORES, lrfu_score
+from moec.runtime.expert_cache.records import expert_records
+from moec.runtime.expert_cache.residency import Residency
+from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, RUNS_ON_THE_WAY, ReadRuns
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import (
     COUNT,
@@ -261,6 +268,33 @@ def test_failures_nobody_waits_for_do_not_haunt_the_next_stream(in_time: InTime)
     cache.close()
 
 
+def test_advice_that_was_not_begun_is_no_prefetch(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60, pins=40)
+    source.gate.clear()
+    cache.prefetch([1, 2])
+    in_time(lambda: wait_for(lambda: source.begun == 1))
+    stream = cache.stream(0, [2])
+    after(lambda: 2 in cache.leased(), source.gate.set)
+    assert in_time(lambda: list(stream)) == [[2]]
+    assert (cache.stats.misses, cache.stats.late_hits, cache.stats.prefetch_used) == (1, 0, 0)
+    assert in_time(lambda: list(cache.stream(0, [1]))) == [[1]]
+    assert (cache.stats.prefetch_reads, cache.stats.prefetch_used) == (1, 1)
+    assert cache.stats.prefetch_precision == 1.0
+    cache.close()
+
+
+def test_reads_behind_a_failed_one_still_wait(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60)
+    source.failing, source.ungated = {0}, {0}
+    source.gate.clear()
+    with pytest.raises(StorageReadFailed):
+        in_time(lambda: each(cache.stream(0, [0, 1, 2])))
+    after(lambda: 2 in cache.leased(), source.gate.set)
+    assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
+    cache.check_invariants()
+    cache.close()
+
+
 def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}
@@ -341,3 +375,147 @@ def test_closing_wakes_who_waits(in_time: InTime) -> None:
         in_time(lambda: each(cache.stream(0, [0, 1])))
     source.gate.set()
     in_time(closing.join)
+
+
+def test_the_warm_start_leaves_out_what_cannot_be_read(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40)
+    source.failing = {2}
+    warmed(cache, [0, 2, 1])
+    cache.check_invariants()
+    assert source.loaded == {0, 1} and each(cache.stream(0, [0, 1])) == [0, 1]
+    with pytest.raises(StorageReadFailed, match="expert 2"):
+        in_time(lambda: each(cache.stream(0, [2])))
+    assert (cache.stats.warm_reads, cache.stats.reads, cache.stats.hits) == (2, 0, 2)
+    cache.close()
+
+
+def test_demand_overtakes_the_warm_start(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 8, 80)
+    source.gate.clear()
+    cache.warm(range(7))
+    in_time(lambda: wait_for(lambda: cache.is_loading_or_resident(0)))
+    stream = cache.stream(0, [7])
+    found = threading.Thread(target=lambda: each(stream))
+    found.start()
+    in_time(lambda: wait_for(lambda: 7 in cache.leased()))
+    source.gate.set()
+    in_time(found.join)
+    in_time(cache.finish_warming)
+    assert source.reads[:2] == [0, 7] and sorted(source.reads) == list(range(8))
+    assert cache.stats.busy_ns > 0
+    cache.close()
+
+
+def test_several_readers_read_side_by_side(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60, readers=3)
+    source.gate.clear()
+    stream = cache.stream(0, [0, 1, 2, 3])
+    waiting = threading.Thread(target=lambda: each(stream))
+    waiting.start()
+    in_time(lambda: wait_for(lambda: sum(map(cache.is_loading_or_resident, range(4))) == 3))
+    source.gate.set()
+    in_time(waiting.join)
+    cache.check_invariants()
+    assert sorted(source.reads) == [0, 1, 2, 3] and source.complaints == []
+    cache.close()
+
+
+PASS_LAYERS, LAYER_EXPERTS = 4, 8
+PASS_EXPERTS = PASS_LAYERS * LAYER_EXPERTS
+LAYER_OF = np.arange(PASS_EXPERTS) // LAYER_EXPERTS
+LARGE = np.full(PASS_EXPERTS, MAX_RUN_BYTES)
+
+
+def spec_of(capacity: int, pinned: int = 0) -> CacheSpec:
+    """Return a cache for some of the experts. All of them were equally popular."""
+    records = expert_records(LAYER_OF, np.ones(PASS_EXPERTS), PASS_LAYERS)
+    return CacheSpec(LARGE, capacity * MAX_RUN_BYTES, records, pinned * MAX_RUN_BYTES)
+
+
+def ledger_of(capacity: int, pinned: int = 0) -> Residency:
+    spec = spec_of(capacity, pinned)
+    order = partial(eviction_order, spec.records, lrfu_score)
+    return Residency(spec, order, runs=ReadRuns(LARGE.tolist(), [NONE] * PASS_EXPERTS))
+
+
+def experts_of(layer: int, count: int = LAYER_EXPERTS) -> list[int]:
+    return list(range(layer * LAYER_EXPERTS, layer * LAYER_EXPERTS + count))
+
+
+@pytest.mark.parametrize("capacity", [12, 16, 24, 31])
+def test_a_pass_over_all_experts_reads_what_the_cache_cannot_hold(capacity: int) -> None:
+    """No cache misses less than PASS_EXPERTS - capacity. The reads under way take a few places more."""
+    cache = InstantCache(spec_of(capacity), lrfu_score)
+    for number in range(12):
+        before = cache.stats.misses
+        for layer in range(PASS_LAYERS):
+            cache.serve(layer, experts_of(layer), all_at_once=False)
+        if number >= 2:
+            assert (
+                PASS_EXPERTS - capacity
+                <= cache.stats.misses - before
+                <= PASS_EXPERTS - capacity + 2 * RUNS_ON_THE_WAY + 2
+            )
+
+
+def test_a_pass_that_fits_queues_all_of_its_reads() -> None:
+    ledger = ledger_of(capacity=16)
+    _, misses = ledger.request(0, experts_of(0, 4))
+    ledger.queue_and_lease(misses)
+    assert list(ledger.demand) == misses
+
+
+def test_a_pass_that_does_not_fit_queues_what_keeps_the_readers_busy() -> None:
+    ledger = ledger_of(capacity=16)
+    _, misses = ledger.request(0, experts_of(0, 5))
+    ledger.queue_and_lease(misses)
+    assert list(ledger.demand) == misses[:RUNS_ON_THE_WAY]
+    for index in ledger.next_read():
+        ledger.arrive(index)
+    ledger.queue_and_lease(misses)
+    assert list(ledger.demand) == misses[1 : 1 + RUNS_ON_THE_WAY]
+
+
+def test_what_arrived_meanwhile_is_leased_before_its_turn() -> None:
+    """An expert that was being read ahead needs no place in the queue."""
+    ledger = ledger_of(capacity=16, pinned=1)
+    last = experts_of(1)[-1]
+    ledger.advise([last])
+    assert ledger.next_read() == [last]
+    _, misses = ledger.request(1, experts_of(1))
+    ledger.queue_and_lease(misses)
+    assert ledger.is_leased[last] and ledger.stats.late_hits == 1
+
+
+def test_advice_waits_for_the_last_miss() -> None:
+    ledger = ledger_of(capacity=16, pinned=8)
+    _, misses = ledger.request(0, experts_of(0))
+    ledger.queue_and_lease(misses)
+    ledger.advise(experts_of(1))
+    assert not ledger.advice
+    while misses:
+        for index in ledger.next_read():
+            ledger.arrive(index)
+            ledger.is_leased[index] = False
+            misses.remove(index)
+        ledger.queue_and_lease(misses)
+    assert list(ledger.advice) == experts_of(1, RUNS_ON_THE_WAY)
+    assert [ledger.next_read() for _ in range(RUNS_ON_THE_WAY + 1)] == [[8], [9], []]  # and no more of it
+
+
+def test_advice_after_a_layer_that_gave_up_is_queued() -> None:
+    ledger = ledger_of(capacity=16, pinned=8)
+    _, misses = ledger.request(0, experts_of(0))
+    ledger.queue_and_lease(misses)
+    ledger.is_leased[:] = False
+    ledger.advise(experts_of(1))
+    assert list(ledger.advice) == experts_of(1, RUNS_ON_THE_WAY)
+
+
+def test_the_score_counts_the_distance_of_a_layer_only_if_a_pass_does_not_fit() -> None:
+    """With layer 1 running, the distances of layers 0 to 3 are 3, 4, 1 and 2."""
+    records = expert_records(LAYER_OF, np.ones(PASS_EXPERTS), PASS_LAYERS)
+    assert np.array_equal(lrfu_score(records, 1), records.heat)
+    records.fits_pass = False
+    lost = records.heat - lrfu_score(records, 1)
+    assert lost.reshape(PASS_LAYERS, LAYER_EXPERTS)[:, 0] == pytest.approx(np.log2([3, 4, 1, 2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from moec.profiles.memory_floor import pass_bytes
 from moec.runtime import load
 from moec.runtime.engine.engine import Engine
+from moec.runtime.memory import budget
 from moec.runtime.storage.mapped_storage import resident_bytes
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 CONTEXT = 128
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, 259, CONTEXT)]
@@ -19,9 +23,6 @@ TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, 259, CONT
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More experts than keys, values and working memory could ever make room for."""
-    from tests.gates.bundles import emit_bundle
-    from tests.tiny_models import TinyMixtral, save_tiny_mixtral
-
     root = tmp_path_factory.mktemp("elastic")
     return emit_bundle(save_tiny_mixtral(root / "model", TinyMixtral(experts=48, seed=5)), root / "bundle")
 
@@ -29,13 +30,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose budget leaves memory for a quarter of the experts."""
-    from moec.runtime.memory import budget
-
     own = budget.plan_memory
 
     def small(manifest, options, accelerator_bytes=0):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
         return replace(own(manifest, options, accelerator_bytes), cache_bytes=manifest.cost.expert_padded_bytes // 4)
 
     monkeypatch.setattr("moec.runtime.engine.open_engine.plan_memory", small)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.options.runtime import POLICIES, IoMode
 from tests.gates.bundles import emit_bundle
+from tests.runtime.cache_kinds import kernels_of
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import save_tiny_switch
 
@@ -22,8 +24,8 @@ SMALL: dict[str, Any] = {"expert_cache": "50%", "context": 32}
     [
         ({}, None, None),
         ({"prefetch": "off"}, None, None),
-        ({"policy": "edgemoe"}, None, None),
-        ({"io": "mmap"}, None, None),
+        *(({"policy": policy}, None, None) for policy in POLICIES),
+        *(({"io": io}, None, None) for io in get_args(IoMode)),
         ({"prefetch": "popularity"}, None, None),
         ({"prefetch": "path", "policy": "hobbit", "io": "mmap"}, None, None),
         ({"prefetch_rule": "spread"}, None, None),
@@ -50,13 +52,9 @@ def test_models_that_the_extension_does_not_know(tmp_path: Path) -> None:
     with load(switch, **SMALL) as engine:
         assert engine.code_path.to_text() == "cache python (an encoder), layers in steps (an encoder)"
     model = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=1, experts=3, top_k=1))
-    bundle, before = emit_bundle(model, tmp_path / "bundle"), kernels.active()
-    kernels.select("numpy")
-    try:
-        with load(bundle, **SMALL) as engine:
-            assert engine.code_path.why_not_native == "kernels numpy"
-    finally:
-        kernels.select(before)
+    bundle = emit_bundle(model, tmp_path / "bundle")
+    with kernels_of("numpy"), load(bundle, **SMALL) as engine:
+        assert engine.code_path.why_not_native == "kernels numpy"
     with load(bundle, **SMALL) as engine:
         assert engine.code_path.to_plain() == {
             "cache": "native",

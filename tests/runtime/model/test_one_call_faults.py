@@ -16,10 +16,11 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.model.one_call import PASS_RULES
+from moec.runtime.model.one_call import PASS_RULES, PredictedLayer
 from moec.runtime.storage.readers import ReaderThreads
+from tests.runtime.cache_kinds import kernels_of
 from tests.runtime.faulty_source import PATIENCE_S, InTime
-from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
+from tests.runtime.model.test_one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 
 __all__ = ["bundle", "calls"]  # fixtures
 
@@ -49,17 +50,14 @@ def test_damage_is_told_and_what_was_asked_for_is_given_back(
 def test_closed_forked_too_small_and_other_kernels(
     bundle: Path, in_time: InTime, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = kernels.active()
     with load(bundle, expert_cache="50%", context=64) as engine:
         in_one_call(engine)
         cache = engine.cache
         assert isinstance(cache, NativeCache)
-        try:
-            kernels.select("numpy")
-            with pytest.raises(ExecutionError, match="kernels were changed"):
-                engine.model.forward(*_one_token(engine))
-        finally:
-            kernels.select(before)
+        with kernels_of("numpy"):
+            for call in (lambda: engine.model.forward(*_one_token(engine)), lambda: next(cache.stream(0, [0]))):
+                with pytest.raises(ExecutionError, match="kernels were changed"):
+                    call()
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: -1)
             with pytest.raises(ExecutionError, match="forked"):
@@ -141,13 +139,12 @@ def test_a_signal_comes_through_while_a_layer_waits(
         signal.signal(signal.SIGUSR1, before)
 
 
-LEARNED = (-1, 12, False, 2)
-
-
 def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return changes of the fields of a layer, and what the refusal of each says."""
     short, norms = fields["experts"][:-1], np.ones(3, np.float32)
-    router, norm = fields["router"], fields["norm"]
+    norm = fields["norm"]
+    known = PredictedLayer(1, 1, 12, 3, 12, (-1, 12, False, 2))
+    right = known._replace(router=fields["router"], norm=norm)
     return [
         ({"experts": short}, "experts: expected 12"),
         ({"experts": [3] * 12}, "experts of the extension"),
@@ -160,31 +157,18 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"router": 3}, "router: expected a packed matrix"),
         ({"router": None}, "experts: expected 0"),
         ({"router_bias": np.zeros(11, np.float32)}, "router_bias"),
-        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norm, norm, (-1, -1), [], [])]}, "router_bias"),
         ({"first_expert": 30}, "first_expert: expected experts below 36"),
-        ({"ahead": [(1, 1, 30, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "first_expert"),
-        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norms, None, (-1, -1), [], [])]}, "norm"),
-        ({"ahead": [(1, 1, 12, 0, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a top-k of 1 to 36"),
-        (
-            {"ahead": [(1, 1, 12, 2**63 - 1, 12, LEARNED, router, norm, None, (-1, -1), [], [])]},
-            "a top-k of 1 to 36",
-        ),
-        ({"ahead": [(0, 1, 12, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a rank of at least 1"),
-        (
-            {"ahead": [(1, 1, 12, 3, 12, (-1, 12, False, -1), router, norm, None, (-1, -1), [], [])]},
-            "a top-k of 1 to 36",
-        ),
-        ({"ahead": [(1, 1, 12, 3, 2**62, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a top-k of 1 to 36"),
-        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [99], [1.0])]}, "first_expert"),
-        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [1], [])]}, "a score for each"),
-        (
-            {"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (0, -1), [], [])]},
-            "expected paths, and two layers",
-        ),
-        (
-            {"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])] * 9},
-            "at most 8 routers",
-        ),
+        ({"ahead": [right._replace(bias=norm)]}, "router_bias"),
+        ({"ahead": [right._replace(first_expert=30)]}, "first_expert"),
+        ({"ahead": [right._replace(norm=norms)]}, "norm"),
+        *(({"ahead": [right._replace(top_k=top_k)]}, "a top-k of 1 to 36") for top_k in (0, 2**63 - 1)),
+        ({"ahead": [right._replace(rank=0)]}, "a rank of at least 1"),
+        ({"ahead": [right._replace(rule=(-1, 12, False, -1))]}, "a top-k of 1 to 36"),
+        ({"ahead": [right._replace(experts=2**62)]}, "a top-k of 1 to 36"),
+        ({"ahead": [known._replace(known_experts=[99], known_scores=[1.0])]}, "first_expert"),
+        ({"ahead": [known._replace(known_experts=[1])]}, "a score for each"),
+        ({"ahead": [known._replace(path=(0, -1))]}, "expected paths, and two layers"),
+        ({"ahead": [right] * 9}, "at most 8 routers"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,17 @@ def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emit_bundle(folder, root / "bundle", bitwidth=8, low="q2g32")
 
 
+def forced_steps(path: Path, **options: Any) -> tuple[np.ndarray, ModeCounts | None]:
+    """Return the logits of forced decode steps after a prompt, and the decisions of the modes."""
+    with load(path, context=64, **options) as engine:
+        engine.cache.finish_warming()
+        engine.begin_sequence()
+        engine.prefill(TOKENS[:PROMPT_TOKENS])
+        rows = [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
+        engine.cache.check_invariants()
+        return np.concatenate(rows), engine.mode_counts
+
+
 @pytest.fixture
 def decoded(two_version_bundle: Path) -> Callable[..., tuple[np.ndarray, ModeCounts | None]]:
-    """Return the logits of forced decode steps after a prompt, and the decisions of the modes."""
-
-    def run(path: Path = two_version_bundle, **options: Any) -> tuple[np.ndarray, ModeCounts | None]:
-        with load(path, context=64, **options) as engine:
-            engine.cache.finish_warming()
-            engine.begin_sequence()
-            engine.prefill(TOKENS[:PROMPT_TOKENS])
-            rows = [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
-            engine.cache.check_invariants()
-            return np.concatenate(rows), engine.mode_counts
-
-    return run
+    return partial(forced_steps, two_version_bundle)

@@ -13,7 +13,7 @@ import pytest
 from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
-from moec.runtime import load
+from moec.runtime import RuntimeOptions, kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.memory.budget import nominal_process_bytes
@@ -21,6 +21,8 @@ from moec.runtime.modes.decoder import check_modes
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_lossy
 from tests.gates.bundles import emit_bundle
+from tests.runtime.cache_kinds import kernels_of
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
@@ -89,18 +91,12 @@ def test_misses_become_low_versions_or_nothing(decoded: Decoded, exact: np.ndarr
 
 def prompted(path: Path, kernels_name: str | None = None, **options: Any) -> tuple[np.ndarray, ModeCounts | None, int]:
     """The residual stream after a short prompt, the decisions, and the bytes read for it."""
-    from moec.runtime import kernels
-
-    before = kernels.active()
-    kernels.select(kernels_name or before)
-    try:
-        with load(path, context=64, expert_cache="50%", cache_state="cold", **options) as engine:
-            engine.begin_sequence()
-            hidden = engine.prefill(PROMPTS[0]).copy()
-            engine.cache.check_invariants()
-            return hidden, engine.mode_counts, engine.cache.stats.bytes_read
-    finally:
-        kernels.select(before)
+    small = {"context": 64, "expert_cache": "50%", "cache_state": "cold"}
+    with kernels_of(kernels_name or kernels.active()), load(path, **small, **options) as engine:
+        engine.begin_sequence()
+        hidden = engine.prefill(PROMPTS[0]).copy()
+        engine.cache.check_invariants()
+        return hidden, engine.mode_counts, engine.cache.stats.bytes_read
 
 
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
@@ -171,18 +167,10 @@ def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"readers": 4}, {"io": "mmap"}, {"threads": 1}, {"kernels": "scalar"}])
 def test_a_run_repeats_whatever_the_machine_does(decoded: Decoded, other: dict[str, Any]) -> None:
-    from moec.runtime import kernels
-
     options: dict[str, Any] = {**ALL_MODES, "expert_cache": "50%", "cache_state": "cold"}
     first, counts = decoded(**options)
-    name = other.pop("kernels", None)
-    before = kernels.active()
-    try:
-        if name is not None:
-            kernels.select(name)
-        again, repeated = decoded(**options, **other)
-    finally:
-        kernels.select(before)
+    with kernels_of(other.get("kernels", kernels.active())):
+        again, repeated = decoded(**options, **{name: value for name, value in other.items() if name != "kernels"})
     assert same(first, again) and counts == repeated
     found = counts_of(counts)
     assert found.low and found.skipped and found.replaced and 0 < found.fallback_tokens < found.tokens
@@ -201,13 +189,8 @@ def test_a_cold_start_misses_more(two_version_bundle: Path) -> None:
 
 def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -> None:
     """With one reader and nothing read ahead, arrival has no part in it: both hold the same after every pass."""
-    options: dict[str, Any] = {
-        "expert_cache": "50%",
-        "prefetch": "off",
-        "readers": 1,
-        "lossy": "dynamic-precision 0.2,0.6",
-    }
-    with load(two_version_bundle, context=64, **options) as engine:
+    options: dict[str, Any] = {"expert_cache": "50%", "prefetch": "off", "readers": 1}
+    with load(two_version_bundle, context=64, lossy="dynamic-precision 0.2,0.6", **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
         engine.prefill([5, 6, 7])
@@ -240,12 +223,8 @@ def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
 
 def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
     prompt, answer = PROMPTS[2], [7, 8, 9, 10]
-    options: dict[str, Any] = {
-        "context": 64,
-        "expert_cache": "50%",
-        "lossy": "dynamic-precision 0,1",
-        "prefetch": "off",
-    }
+    options: dict[str, Any] = {"context": 64, "expert_cache": "50%", "prefetch": "off"}
+    options["lossy"] = "dynamic-precision 0,1"
     with load(two_version_bundle, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
@@ -262,10 +241,7 @@ def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
 
 def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
     with load(two_version_bundle, context=64, expert_cache="50%", cache_state="cold", **ALL_MODES) as engine:
-        assert (
-            "LOSSY (big-little gamma=0.055,k=K/2 + cache-routing margin=0.3,drop=0.1 + dynamic-precision 0.4,0.8)"
-            in (engine.mode)
-        )
+        assert f"LOSSY ({ALL_MODES['lossy']})" in engine.mode
         assert "cold start" in engine.mode and not engine.is_exact
     with load(two_version_bundle, context=64, expert_cache="50%") as engine:
         assert ", exact;" in engine.mode and engine.is_exact and engine.mode_counts is None
@@ -390,9 +366,6 @@ def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: P
 
 
 def test_experts_that_are_weighed_as_a_pair_are_halved_for_several_texts_at_once(tmp_path: Path) -> None:
-    from tests.gates.bundles import emit_bundle
-    from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-
     path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES["phimoe"]), tmp_path / "bundle")
     rows = []
     for slots in ([0, 1, 2], [1]):
@@ -402,3 +375,84 @@ def test_experts_that_are_weighed_as_a_pair_are_halved_for_several_texts_at_once
             rows.append(engine.decode([20 + slot for slot in slots], slots, [6] * len(slots)))
             assert engine.mode_counts is not None and engine.mode_counts.tokens == len(slots)
     assert same(rows[0][1:2], rows[1])
+
+
+TOKENS = np.random.default_rng(8).integers(3, 250, 40).tolist()
+ON = {"lossy": "expert-activations bfloat16"}
+UNIT = 2.0**-8
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """16-bit experts; experts in many formats, one of them bfloat16; 8-bit experts."""
+    root = tmp_path_factory.mktemp("activations")
+    model = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, seed=3))
+    return (
+        emit_bundle(model, root / "wide"),
+        emit_bundle(model, root / "mixed", mixed=True),
+        emit_bundle(model, root / "quantized", bitwidth=8),
+    )
+
+
+@pytest.fixture
+def has_products() -> None:
+    if not kernels.bfloat_kernels():
+        pytest.skip(f"the kernels {kernels.active()} have no products of bfloat16")
+
+
+def test_logits_differ_by_the_rounding_of_activations(bundles: tuple[Path, ...], has_products: None) -> None:
+    few = TOKENS[:2]  # so few that none is close to the choice of another expert
+    for path in bundles[:2]:
+        with load(path, context=64) as floats, load(path, context=64, **ON) as rounded:
+            expected, found = floats.logits(few), rounded.logits(few)
+            assert 0 < np.abs(found - expected).max() < 4 * UNIT * np.abs(expected).max()
+            assert "exact" in floats.mode and "LOSSY (expert-activations bfloat16)" in rounded.mode
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_cache": "60%", "io": "buffered"}, {"threads": 1, "prefetch": "off"}])
+def test_a_pass_computes_what_its_tokens_compute_one_by_one(
+    bundles: tuple[Path, ...], has_products: None, options: dict[str, Any]
+) -> None:
+    for path in bundles[:2]:
+        with load(path, context=64, **ON) as engine:
+            together = engine.logits(TOKENS)
+        with load(path, context=64, **ON, **options) as engine:
+            engine.begin_texts([0], [TOKENS])
+            alone = [engine.decode([token], [0], [position]) for position, token in enumerate(TOKENS)]
+            logits = np.concatenate([np.asarray(row).reshape(1, -1) for row in alone])
+            assert np.array_equal(logits.view(np.uint32), together.view(np.uint32))
+            assert "layers in one call" in engine.mode
+
+
+def test_it_goes_together_with_modes_that_decide(bundles: tuple[Path, ...], has_products: None) -> None:
+    with load(bundles[0], context=64, lossy=f"big-little gamma=0.5,k=1 + {ON['lossy']}") as engine:
+        engine.logits(TOKENS)
+        assert "LOSSY (big-little gamma=0.5,k=1 + expert-activations bfloat16)" in engine.mode
+
+
+def test_it_is_refused_where_it_would_change_nothing(bundles: tuple[Path, ...]) -> None:
+    with pytest.raises(OptionError, match="no expert of the bundle has bfloat16 weights"):
+        load(bundles[2], **ON)
+
+
+@pytest.mark.parametrize("name", ["numpy", "scalar"])
+def test_it_is_refused_by_kernels_that_lack_it(bundles: tuple[Path, ...], name: str) -> None:
+    if name not in kernels.available():
+        pytest.skip("the kernel extension is not built")
+    told = f"the kernels `{name}` have no products of bfloat16"
+    with kernels_of(name), pytest.raises(OptionError, match=told):
+        load(bundles[0], **ON)
+
+
+def test_options_that_do_not_fit_are_refused(bundles: tuple[Path, ...]) -> None:
+    with pytest.raises(OptionError, match="an accelerator reads the activations of experts as float32"):
+        load(bundles[0], accelerator="torch-cpu", accelerator_memory="1MiB", **ON)
+    with pytest.raises(OptionError, match="is not a type"):
+        RuntimeOptions(lossy="expert-activations float16")
+
+
+def test_it_is_off_by_default_and_in_exact_options() -> None:
+    assert RuntimeOptions().modes.is_exact
+    on = RuntimeOptions(lossy=ON["lossy"])
+    assert not on.modes.is_exact and not on.modes.decides and on.modes.to_text() == "expert-activations bfloat16"
+    assert on.exact() == RuntimeOptions()

@@ -1,29 +1,25 @@
-"""Sizes, shares and settings of a run; sampling."""
+"""Options of a run: defined once by the fields of RuntimeOptions, typed, checked, and sizes and shares as text."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+import subprocess
+import sys
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
+import click
 import numpy as np
 import pytest
-import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from moec.manifests.errors import ExecutionError, InputError, OptionError
-from moec.runtime import RuntimeOptions, load
-from moec.runtime.options.runtime import MAX_THREADS, parse_cache
-from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
+from moec.cli.commands.running.run import run_command
+from moec.cli.options.runtime_options import TUNED
+from moec.manifests.errors import InputError, OptionError
+from moec.runtime import load
+from moec.runtime.options.runtime import MAX_THREADS, RuntimeOptions, RuntimeSettings, parse_cache
+from moec.runtime.options.setting import settings_of
+from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.tokenizer import checked_ids
 
 
@@ -39,16 +35,10 @@ def test_shares_of_the_experts() -> None:
     ("options", "message"),
     [
         ({"policy": "fifo"}, "unknown policy `fifo`"),
-        ({"prefetch": "all"}, "unknown prefetch `all`"),
-        ({"io": "tape"}, "unknown io mode `tape`"),
-        ({"context": -1}, "context must be 0 or more"),
-        ({"threads": -1}, "threads must be 0 to 256"),
         ({"slots": 0}, "slots must be 1 or more"),
         ({"threads": MAX_THREADS + 1}, f"threads must be 0 to {MAX_THREADS}"),
         ({"memory": 2 << 30}, "`memory` must be a text or None, found 2147483648"),
-        ({"expert_cache": 0.5}, "`expert_cache` must be a text or None, found 0.5"),
         ({"slots": 1.5}, "`slots` must be a whole number, found 1.5"),
-        ({"threads": True}, "`threads` must be a whole number, found True"),
         ({"verify": "no"}, "`verify` must be True or False, found 'no'"),
     ],
 )
@@ -88,19 +78,6 @@ def test_every_option_of_sampling_has_a_type(name: str) -> None:
     assert SamplingOptions(temperature=1) == SamplingOptions(temperature=1.0), "a whole number is a number"
 
 
-@pytest.mark.parametrize("penalty", [1e-40, 0.009, 101.0, float("nan"), float("inf"), -1.0])
-def test_a_penalty_that_would_overflow_is_refused(penalty: float) -> None:
-    with pytest.raises(OptionError, match=r"must be 0\.01 to 100, found"):
-        SamplingOptions(temperature=1.0, repetition_penalty=penalty)
-
-
-def test_logits_that_the_penalty_makes_infinite_are_refused() -> None:
-    sampler = Sampler(SamplingOptions(temperature=1.0, repetition_penalty=0.01))
-    with pytest.raises(ExecutionError, match="NaN or infinity"):
-        sampler(np.array([1, 3e38, 3], np.float32), [1])
-    assert sampler(np.array([-1e30, 3e30, -3], np.float32), [1]) == 1
-
-
 @pytest.mark.parametrize(
     "tokens",
     [[float("nan")], ["a"], [1.5], [True], [None], [[1]], [b"a"], 5, None, [np.float32(1)], [1, 2, "3"]],
@@ -121,86 +98,99 @@ def test_an_option_that_does_not_exist() -> None:
         load("nowhere", colour="red")
 
 
+SETTINGS = settings_of(RuntimeOptions)
+OPTIONS = [name for name, (_, shown) in SETTINGS.items() if shown.place == "option"]
+
+
+def option(name: str) -> click.Option:
+    (found,) = [param for param in run_command.params if isinstance(param, click.Option) and param.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_command_line_shows_the_text_and_the_default(name: str) -> None:
+    default, shown = SETTINGS[name]
+    found = option(name)
+    assert (found.help or "").startswith(shown.text)
+    if default is not None:
+        assert found.get_default(click.Context(run_command)) == default
+    assert tuple(getattr(found.type, "choices", ())) == shown.choices
+
+
+def test_the_docstring_holds_every_field_with_its_choices() -> None:
+    text = " ".join((RuntimeOptions.__doc__ or "").split())
+    for name, (_, shown) in SETTINGS.items():
+        assert f"{name}: {shown.text}" in text
+        for choice in shown.choices:
+            assert f"`{choice}`" in text
+
+
+def test_choices_are_those_of_the_types() -> None:
+    hints = get_type_hints(RuntimeOptions)
+    for name, (_, shown) in SETTINGS.items():
+        literal = get_args(hints[name]) if shown.choices else ()
+        assert literal == shown.choices, name
+
+
+def outside(name: str) -> list[Any]:
+    shown = SETTINGS[name][1]
+    if shown.choices:
+        return ["nothing"]
+    if shown.bounds is None:
+        return []
+    least, most = shown.bounds
+    return [least - 1] if most is None else [least - 1, most + 1]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -0.1}, {"temperature": 101.0}, {"temperature": float("nan")}, {"temperature": 1.0, "top_k": -1},
-        {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.1}, {"top_k": 3}, {"top_p": 0.5},
-        {"seed": -1}, {"min_p": 0.1}, {"temperature": 1.0, "min_p": 1.5}, {"repetition_penalty": 0.0},
-    ],
-)  # fmt: skip
-def test_sampling_options(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        SamplingOptions(**options)
+    ("name", "value"), [(each.name, value) for each in fields(RuntimeOptions) for value in outside(each.name)]
+)
+def test_what_is_outside_is_refused_by_name(name: str, value: Any) -> None:
+    values: dict[str, Any] = {name: value}
+    with pytest.raises(OptionError) as caught:
+        RuntimeOptions(**values)
+    assert (SETTINGS[name][1].noun or name.replace("_", " ")) in str(caught.value) and str(value) in str(caught.value)
 
 
-LOGITS = arrays.arrays(np.float32, st.integers(1, 20), elements=st.floats(-50, 50, width=32))
+def test_tuned_options_change_no_result() -> None:
+    assert TUNED == ("prefetch", "threads", "readers", "prefetch_layers", "prefetch_experts", "prefetch_rule")
 
 
-@given(logits=LOGITS, top_k=st.integers(0, 6), top_p=st.floats(0.01, 1), temperature=st.floats(1e-300, 100))
-def test_what_is_drawn_is_allowed(logits: np.ndarray, top_k: int, top_p: float, temperature: float) -> None:
-    token = Sampler(SamplingOptions(temperature, top_k, top_p))(logits)
-    ranked = np.argsort(-logits.astype(np.float64), kind="stable")
-    assert token in (ranked[:top_k] if top_k else ranked)
-    # The probability of a token with a logit this much lower underflows.
-    assert logits.max() - logits[token] <= 1000 * temperature
+ROOT = Path(__file__).parents[3]
+# `load` and what its signature names; mypy reads nothing else, so that it ends soon.
+CHECKED = ("moec.runtime", "moec.runtime.engine.engine", "moec.runtime.options.runtime", "moec.runtime.options.lossy")
+CALLS = """
+from moec.runtime import load
+
+load("x", memory="2GiB", threads=2, policy="lru", verify=False, kv="float16", lossy="expert-activations bfloat16")
+load("x", memory=2 << 30)
+load("x", memory=None)
+load("x", memry="2GiB")
+load("x", memory=1.5)
+load("x", policy="fifo")
+load("x", threads="2")
+load("x").generate("", samplng=None)
+"""
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert Sampler(SamplingOptions())(np.array([1, 3, 3, 0], np.float32)) == 1
+def test_keywords_are_the_fields() -> None:
+    assert list(RuntimeSettings.__annotations__) == [field.name for field in fields(RuntimeOptions)]
+    expected = {name: get_type_hints(RuntimeOptions)[name] for name in RuntimeSettings.__annotations__}
+    assert get_type_hints(RuntimeSettings) == {**expected, "memory": str | int | None}
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    for top_p, kept in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        sampler = Sampler(SamplingOptions(temperature=1.0, top_p=top_p))
-        assert {sampler(logits) for _ in range(300)} == kept
-
-
-def test_draws_follow_the_distribution_and_the_seed() -> None:
-    logits = np.log(np.array([0.7, 0.2, 0.1], np.float32))
-    runs = []
-    for seed in (0, 0, 1):
-        sampler = Sampler(SamplingOptions(temperature=1.0, seed=seed))
-        runs.append([sampler(logits) for _ in range(2000)])
-    assert runs[0] == runs[1] != runs[2]
-    shares = [Counter(runs[0])[token] / 2000 for token in range(3)]
-    assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
-
-
-@given(
-    logits=arrays.arrays(np.float32, st.integers(2, 20), elements=st.floats(-8, 8, width=32), unique=True),
-    top_k=st.integers(0, 6), top_p=st.floats(0.05, 1), min_p=st.floats(0, 0.5), temperature=st.floats(0.2, 3),
-    penalty=st.floats(0.5, 2), data=st.data(),
-)  # fmt: skip
-def test_the_distribution_is_that_of_transformers(
-    logits: np.ndarray, top_k: int, top_p: float, min_p: float, temperature: float, penalty: float, data: st.DataObject
-) -> None:
-    assume(np.diff(np.sort(logits)).min() > 1e-4)  # the order of two equal shares is not defined
-    tokens = data.draw(st.lists(st.integers(0, len(logits) - 1), min_size=1, max_size=5))
-    steps = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
-    steps += [TopKLogitsWarper(top_k)] if top_k else []
-    steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    steps += [MinPLogitsWarper(min_p)] if min_p else []
-    scores = torch.tensor(logits)[None]
-    for step in steps:
-        scores = step(torch.tensor([tokens]), scores)
-    expected = scores.double().softmax(-1)[0].numpy()
-    sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, penalty))
-    order, weights = sampler.distribution(penalised(logits, tokens, penalty))
-    found = np.zeros(len(logits))
-    found[order] = weights
-    # Where a sum or a share falls on the bound itself, rounding decides.
-    assume(abs(np.cumsum(np.sort(expected)[::-1]) - top_p).min() > 1e-5)
-    if set(np.flatnonzero(expected)) == set(np.flatnonzero(found)):
-        assert found == pytest.approx(expected, abs=1e-5)
-    else:
-        ratios = np.exp(np.log(np.maximum(expected, 1e-30)) - np.log(expected.max()))
-        boundary = np.abs(np.cumsum(np.sort(weights)[::-1]) - top_p).min() < 1e-4 or np.abs(ratios - min_p).min() < 1e-4
-        assert boundary
-
-
-def test_a_penalty_holds_for_greedy_tokens_too() -> None:
-    sampler = Sampler(SamplingOptions(repetition_penalty=2.0))
-    assert sampler(np.array([4, 3, -1], np.float32), [0]) == 1
-    assert sampler(np.array([4, 3, -1], np.float32), [2]) == 0
+@pytest.mark.slow
+@pytest.mark.in_ci
+def test_a_type_checker_finds_wrong_options(tmp_path: Path) -> None:
+    (tmp_path / "moec").mkdir()
+    for package in ("manifests", "profiles", "runtime"):
+        (tmp_path / "moec" / package).symlink_to(ROOT / package)
+    (tmp_path / "calls.py").write_text(CALLS)
+    modules = [word for name in (*CHECKED, "calls") for word in ("-m", name)]
+    options = ["--python-version", "3.10", "--follow-imports", "skip", "--namespace-packages", "--no-site-packages"]
+    command = [sys.executable, "-m", "mypy", *options, "--explicit-package-bases", *modules]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    faults = re.findall(r"^calls\.py:(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    lines = [CALLS.splitlines()[int(number) - 1] for number, _ in faults]
+    assert lines == CALLS.splitlines()[6:], done.stdout + done.stderr
+    assert 'did you mean "memory"' in faults[0][1]

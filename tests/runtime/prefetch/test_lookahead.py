@@ -28,6 +28,7 @@ from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import LookaheadPredictor, Predictor
 from tests.kernels.packer import random_matrix
 from tests.manifests.examples import layer_spec, model_spec
+from tests.runtime.cache_kinds import kernels_of
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 4
 FIRST = [EXPERTS * layer for layer in range(LAYERS + 1)]
@@ -61,17 +62,14 @@ def test_stacked_routers_say_what_each_says_alone(
     formats: list[str], experts: int, biased: int, name: str, seed: int
 ) -> None:
     """biased: of which, a bit each, the router has a bias."""
-    generator, before = np.random.default_rng(seed), kernels.active()
+    generator = np.random.default_rng(seed)
     pairs = [router(generator, experts, text, bias=biased >> at & 1) for at, text in enumerate(formats)]
     hidden = generator.standard_normal((1, 64)).astype(np.float32)
-    kernels.select(name)
-    try:
+    with kernels_of(name):
         stack = stack_routers([each for each, _ in pairs], [norm for _, norm in pairs])
         assert stack is not None
         found = stack.shares(hidden)
         alone = np.array([each.rule.demand(each.logits(norm(hidden))) for each, norm in pairs])
-    finally:
-        kernels.select(before)
     assert found == pytest.approx(alone, rel=1e-5)
 
 

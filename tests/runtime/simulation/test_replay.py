@@ -15,33 +15,14 @@ from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.options.runtime import MAX_THREADS, EvictionWeights
 from moec.runtime.simulation.fitting import replayed_bytes
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
-from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.trace import Access
+from tests.runtime.faulty_source import FaultySource
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 COUNT = LAYERS * EXPERTS
 FIRST = [layer * EXPERTS for layer in range(LAYERS)]
 POLICIES = (*SCORES, POPULARITY)
 LAYER = np.repeat(np.arange(LAYERS), EXPERTS)
-
-
-class MemoryStorage:
-    """Storage that holds nothing: what matters here is who is asked for."""
-
-    mode = "memory"
-    next_in_file = (NONE,) * COUNT
-
-    def block(self, index: int) -> np.ndarray:
-        return np.empty(0, np.uint8)
-
-    def load(self, *run: int) -> None:
-        pass
-
-    def release(self, index: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @st.composite
@@ -96,7 +77,7 @@ def test_counts_are_those_of_the_real_cache(
 
     score = SCORES[policy]  # type: ignore[index]
     own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS))
-    cache = PythonCache(MemoryStorage(), own, score)
+    cache = PythonCache(FaultySource(sizes, capacity), own, score)
     cache.warm(warm)
     cache.finish_warming()
     before = cache.stats.copy()

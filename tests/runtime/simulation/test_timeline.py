@@ -28,7 +28,7 @@ from moec.runtime.simulation.timeline import (
     timed_pass,
 )
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
-from tests.runtime.simulation.test_replay import MemoryStorage
+from tests.runtime.faulty_source import FaultySource
 
 # One byte takes one nanosecond; a read waits 5 ns for its first.
 RATES = DeviceRates(storage_bytes_per_s=10**9, storage_latency_ns=5, readers=1, compute_scale=1.0)
@@ -247,7 +247,7 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
 
     score = SCORES[policy]  # type: ignore[index]
     own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS), pins)
-    cache = PythonCache(MemoryStorage(), own, score)
+    cache = PythonCache(FaultySource(sizes, capacity), own, score)
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
             for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), all_at_once=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,26 +103,21 @@ with open(sys.argv[2], "w+b") as file:
 """
 
 
-def child(script: str, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
+def child(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, check=False, input=given, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture
-def own(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("lines", [1, 60])
 @pytest.mark.parametrize(("cache", "verify"), [("25%", "yes"), ("100%", "no")])
-def test_a_run_ends_with_a_sentence(own: Path, lines: int, cache: str, verify: str) -> None:
+def test_a_run_ends_with_a_sentence(copied: Path, lines: int, cache: str, verify: str) -> None:
     """The file is cut after so many lines of output: before the first token, early and late."""
-    command = [sys.executable, "-c", RUN, str(own), kernels.active(), cache, verify]
+    command = [sys.executable, "-c", RUN, str(copied), kernels.active(), cache, verify]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for _ in range(lines):
             running.stdout.readline()
-        for path in own.glob("experts-*"):
+        for path in copied.glob("experts-*"):
             os.truncate(path, 8192)
         rest = running.stdout.read()
     assert running.returncode == 1, rest[-300:]
@@ -135,42 +129,21 @@ def test_a_run_ends_with_a_sentence(own: Path, lines: int, cache: str, verify: s
 )
 @pytest.mark.parametrize("verify", ["yes", "no"])
 @pytest.mark.parametrize("kept_bytes", [0, 5000])
-def test_products_with_missing_pages(own: Path, name: str, verify: str, kept_bytes: int) -> None:
+def test_products_with_missing_pages(copied: Path, name: str, verify: str, kept_bytes: int) -> None:
     """In the caller and in other threads of the pool: every page that is missing, after it was there."""
-    done = child(PRODUCT, own, name, verify, kept_bytes)
+    done = child(PRODUCT, copied, name, verify, kept_bytes)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert len(done.stdout.splitlines()) == 4 and all("experts-" in line for line in done.stdout.splitlines())
 
 
-def test_a_file_that_is_cut_while_it_is_compared_has_become_shorter(own: Path) -> None:
+def test_a_file_that_is_cut_while_it_is_compared_has_become_shorter(copied: Path) -> None:
     """Its missing pages read as zeros, which have another checksum."""
-    done = child(COMPARED, own)
+    done = child(COMPARED, copied)
     assert done.returncode == 0 and "has become shorter" in done.stdout, (done.stdout, done.stderr[-2000:])
 
 
 @pytest.mark.parametrize("first", ["", "import faulthandler; faulthandler.enable()\n"])
-def test_other_mappings_end_the_process_as_before(own: Path, tmp_path: Path, first: str) -> None:
-    done = child(first + CHAIN, own, tmp_path / "foreign")
+def test_other_mappings_end_the_process_as_before(copied: Path, tmp_path: Path, first: str) -> None:
+    done = child(first + CHAIN, copied, tmp_path / "foreign")
     assert done.returncode == -7 and done.stdout == "before\n"
     assert ("Fatal Python error: Bus error" in done.stderr) == bool(first)
-
-
-COMMAND = """
-import os, sys
-from moec.cli.main import main
-from moec.runtime.engine import engine
-plain = engine.Engine.step
-def cut(self, *rest):
-    for path in self.bundle.path.glob("experts-*"):
-        os.truncate(path, 8192)
-    return plain(self, *rest)
-engine.Engine.step = cut
-main()
-"""
-
-
-def test_the_command_ends_with_a_sentence(own: Path) -> None:
-    options = ["--prompt", "-", "--io", "mmap", "--expert-cache", "25%", "--set", "cache-state=cold"]
-    done = child(COMMAND, "run", own, *options, given="a b")
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-600:]
-    assert "experts-" in done.stderr and "has become shorter" in done.stderr

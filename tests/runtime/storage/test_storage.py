@@ -1,39 +1,41 @@
-"""Every way of reading gives the bytes of the file, and gives the memory back."""
+"""Every way of reading gives the bytes of the file, neighbours at once, and gives the memory back."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
+import resource
 import threading
 import time
+from collections import deque
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
-from moec.runtime import kernels
+from moec.manifests.errors import ChecksumMismatch, ExecutionError, StorageReadFailed
+from moec.manifests.quant import PRUNED, QuantSpec
+from moec.runtime import kernels, load
 from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import IoMode
+from moec.runtime.storage import arena
 from moec.runtime.storage import arena as arena_module
 from moec.runtime.storage.arena import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
+from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, next_in_file, previous_in_file
 from moec.runtime.storage.read_storage import ReadStorage, open_storage
+from tests.gates.damage import flip
 from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)
-
-
-@pytest.fixture
-def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
 
 
 def file_bytes(bundle: Bundle, index: int) -> bytes:
@@ -55,6 +57,7 @@ def pages_present(view: np.ndarray) -> int:
 def test_equal_to_the_file(tiny_bundle: Path, io: IoMode) -> None:
     bundle = open_bundle(tiny_bundle)
     storage = open_storage(bundle, io, verify=True)
+    assert storage.mode == io
     for index in [5, 0, 17, 5, 9]:
         storage.load(index)
         assert storage.block(index).tobytes() == file_bytes(bundle, index)
@@ -108,26 +111,19 @@ def cached_bytes(bundle: Bundle) -> int:
     return sum(resident_bytes(np.memmap(bundle.path / name, np.uint8, "r")) for name in names)
 
 
-def test_buffered_reads_leave_nothing_in_the_page_cache(own_bundle: Path) -> None:
+def test_buffered_reads_leave_nothing_in_the_page_cache(copied: Path) -> None:
     """Neither what was read nor what the system reads ahead of it, as it does for who reads a header."""
-    bundle = open_bundle(own_bundle)
-    for path in own_bundle.glob("experts-*"):
+    bundle = open_bundle(copied)
+    for path in copied.glob("experts-*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(bundle):
         pytest.skip("NOT RUN: a file system that keeps what it is told to drop")
-    storage = open_storage(open_bundle(own_bundle), "buffered", verify=True)
+    storage = open_storage(open_bundle(copied), "buffered", verify=True)
     for index in range(len(bundle.manifest.experts)):
         storage.load(index)
         assert cached_bytes(bundle) == 0
-    storage.close()
-
-
-@every_mode
-def test_the_mode_is_the_one_that_was_asked_for(tiny_bundle: Path, io: IoMode) -> None:
-    storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
-    assert storage.mode == io
     storage.close()
 
 
@@ -224,12 +220,12 @@ def test_kernels_follow(tiny_bundle: Path) -> None:
 
 
 @every_mode
-def test_a_flipped_byte_is_found_at_the_next_read(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_flipped_byte_is_found_at_the_next_read(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     entries = bundle.manifest.experts
     healthy = open_storage(bundle, io, verify=True)
     healthy.load(7)
-    flip(own_bundle / entries[7].file, entries[7].offset_bytes + entries[7].size_bytes - 1)
+    flip(copied / entries[7].file, entries[7].offset_bytes + entries[7].size_bytes - 1)
     storage = open_storage(bundle, io, verify=True)
     for _ in range(2):
         with pytest.raises(ChecksumMismatch, match=f"expert {entries[7].expert} of layer {entries[7].layer}") as caught:
@@ -246,21 +242,12 @@ def test_a_flipped_byte_is_found_at_the_next_read(own_bundle: Path, io: IoMode) 
         opened.close()
 
 
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        old = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([old ^ 1]))
-        os.fsync(file.fileno())
-
-
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_file_that_shrinks_while_it_is_read(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     storage = open_storage(bundle, io, verify=False)
     entry = bundle.manifest.experts[5]
-    os.truncate(own_bundle / entry.file, entry.offset_bytes + 4096)
+    os.truncate(copied / entry.file, entry.offset_bytes + 4096)
     with pytest.raises(StorageReadFailed, match=f"{entry.file}`"):
         storage.load(5)
     with pytest.raises(StorageReadFailed, match=f"ended at byte {entry.offset_bytes + 4096}"):
@@ -269,10 +256,10 @@ def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> N
 
 
 @pytest.mark.parametrize("io", ["auto", *MODES])
-def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     last = len(bundle.manifest.experts) - 1
-    file, expected = own_bundle / bundle.manifest.experts[-1].file, file_bytes(bundle, last)
+    file, expected = copied / bundle.manifest.experts[-1].file, file_bytes(bundle, last)
     whole = file.read_bytes()
     file.unlink()
     storage = open_storage(bundle, io, verify=True)
@@ -280,7 +267,7 @@ def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(own_bundle: Path, i
     assert storage.block(last).tobytes() == expected
     storage.close()
     file.write_bytes(whole)
-    bundle = open_bundle(own_bundle)
+    bundle = open_bundle(copied)
     os.truncate(file, 0)
     with pytest.raises(StorageReadFailed, match=f"{file.name}` "):
         open_storage(bundle, io, verify=True).load(last)
@@ -386,3 +373,118 @@ def test_without_a_thread_there_is_nothing_ready_and_nothing_wrong(
             pass
     assert arena_pages(storage) == 0
     storage.close()
+
+
+QUARTER = MAX_RUN_BYTES // 4
+
+
+def taken(queue: list[int], sizes: list[int], following: list[int], readers: int = 1) -> list[list[int]]:
+    runs, waiting, found = ReadRuns(sizes, following, readers), deque(queue), []
+    while waiting:
+        found.append(runs.take(waiting))
+    return found
+
+
+def test_neighbours_on_both_sides_of_the_most_urgent_come_with_it() -> None:
+    following = [1, 2, 3, 4, NONE, 6, NONE]
+    assert taken([3, 6, 1, 2, 0], [1] * 7, following) == [[0, 1, 2, 3], [6]]
+    assert taken([3, 5, 1, 0], [1] * 7, following) == [[3], [5], [0, 1]]
+    assert taken([3, 2, 1], [1] * 7, [NONE] * 7) == [[3], [2], [1]]
+
+
+def test_readers_share_what_waits() -> None:
+    following = [1, 2, 3, 4, 5, NONE]
+    assert taken([0, 1], [1] * 6, following, readers=2) == [[0], [1]]
+    assert taken([0, 1, 2, 3, 4, 5], [1] * 6, following, readers=2) == [[0, 1, 2], [3, 4], [5]]
+
+
+def test_a_run_is_bounded_and_a_large_expert_comes_alone() -> None:
+    following = [1, 2, 3, 4, 5, NONE]
+    assert taken([1, 2, 3, 4, 5, 0], [QUARTER] * 6, following) == [[1, 2, 3, 4], [5], [0]]
+    assert taken([0, 1, 2], [QUARTER, 4 * QUARTER, QUARTER, 1, 1, 1], following) == [[0], [1], [2]]
+
+
+@given(data=st.data())
+def test_every_read_happens_once_and_runs_are_contiguous(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    sizes = data.draw(st.lists(st.sampled_from([1, QUARTER, 3 * QUARTER, 8 * QUARTER]), min_size=count, max_size=count))
+    breaks = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    following = [at + 1 if at + 1 < count and not breaks[at] else NONE for at in range(count)]
+    queue = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
+    runs = taken(queue, sizes, following, data.draw(st.integers(1, 4)))
+    assert sorted(index for run in runs for index in run) == sorted(queue)
+    assert all(following[first] == second for run in runs for first, second in pairwise(run))
+    assert all(len(run) == 1 or sum(sizes[index] for index in run) <= MAX_RUN_BYTES for run in runs)
+    # The most urgent of what waits is always in the next read.
+    left = list(queue)
+    for run in runs:
+        assert left[0] in run
+        left = [index for index in left if index not in run]
+
+
+def test_successors_follow_the_bytes_of_files(tiny_bundle: Path) -> None:
+    entries = open_bundle(tiny_bundle).manifest.stored_experts
+    following = next_in_file(entries)
+    for at, after in enumerate(following):
+        ends = (entries[at].file, entries[at].offset_bytes + entries[at].size_bytes)
+        assert after == NONE or ends == (entries[after].file, entries[after].offset_bytes)
+    files = {entry.file for entry in entries}
+    assert following.count(NONE) == len(files)  # the last of each file
+    assert [after for after in following if after != NONE] == [
+        at for at, before in enumerate(previous_in_file(following)) if before != NONE
+    ]
+
+
+def test_experts_that_are_left_out_neither_follow_nor_are_followed(tiny_bundle: Path) -> None:
+    first, *rest = open_bundle(tiny_bundle).manifest.experts[:3]
+    gone = QuantSpec(PRUNED)
+    left_out = replace(rest[0], size_bytes=0, gate=gone, up=gone, down=gone)
+    after = replace(rest[1], offset_bytes=first.offset_bytes + first.size_bytes)
+    assert next_in_file([first, left_out, after]) == [2, NONE, NONE]
+
+
+def refuse(*values: Any) -> Any:
+    raise PermissionError(1, "Operation not permitted")
+
+
+class Refusing(mmap.mmap):
+    """A mapping for which the system takes no advice."""
+
+    madvise = refuse
+
+
+def answer(bundle: Path, **options: Any) -> list[int]:
+    with load(bundle, context=64, **options) as engine:
+        return [step.token_id for step in engine.generate([5, 60, 31], 12)]
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_run_needs_no_advice_while_pages_move(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, io: Any) -> None:
+    expected = answer(tiny_bundle)
+    monkeypatch.setattr("mmap.mmap", Refusing)
+    assert answer(tiny_bundle, expert_cache="50%", io=io) == expected
+
+
+def test_memory_that_the_system_does_not_take_back(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.mmap", Refusing)
+    monkeypatch.setattr(arena, "find_page_mover", lambda: None)
+    with pytest.raises(ExecutionError, match=r"does not take back the memory of experts \(madvise\): Operation not"):
+        answer(tiny_bundle, expert_cache="30%", prefetch="off", io="buffered")
+
+
+def test_mapped_files_need_advice(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.mmap", Refusing)
+    with pytest.raises(StorageReadFailed, match=r"advice for the mapped memory .* \(madvise\)") as caught:
+        load(tiny_bundle, io="mmap")
+    assert caught.value.hint == 'take `io="direct"` or `io="buffered"`'
+
+
+@pytest.mark.parametrize("name", ["getrlimit", "setrlimit"])
+def test_limits_of_open_files_that_cannot_be_read_or_raised(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "setrlimit":
+        most = resource.RLIM_INFINITY
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (len(os.listdir("/proc/self/fd")), most))
+    monkeypatch.setattr(resource, name, refuse)
+    load(tiny_bundle, context=64).close()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.text import template_process
+from moec.runtime.text import limited_child, template_process
 from moec.runtime.text.template_process import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
 from moec.runtime.text.template_rendering import Source
 from tests.interrupts import hear_interrupts
@@ -46,9 +46,10 @@ def doubling(operator: str, start: str) -> str:
     return f"{{% set ns = namespace(a={start}) %}}{loop}"
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LONG_TEXT = "{% for i in range(99999) %}{{ 'a'*100000 }}{% endfor %}"
 TEMPLATES = {
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    "loops": (LOOPS, TIME),
     "macros": (nested_macros(40), TIME),
     "power": ("{{ 10 ** (10**9) }}", TIME),
     "lipsum": ("{{ lipsum(n=100000000) }}", TIME),
@@ -149,9 +150,7 @@ def test_a_file_that_is_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_that_is_killed(number: int, tmp_path: Path) -> None:
-    (tmp_path / TEMPLATE_NAME).write_text(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    )
+    (tmp_path / TEMPLATE_NAME).write_text(LOOPS)
     with ChatRenderer() as renderer:
         threading.Timer(0.3, renderer.process.send_signal, [number]).start()
         with pytest.raises(ManifestInvalid, match=f"with {signal.Signals(number).name}|{TIME}"):
@@ -198,9 +197,7 @@ def test_a_renderer_that_is_not_asked_ends() -> None:
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    (tmp_path / TEMPLATE_NAME).write_text(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    )
+    (tmp_path / TEMPLATE_NAME).write_text(LOOPS)
     code = (
         "import sys; from pathlib import Path; from moec.runtime.text import template_process\n"
         "template_process.MAX_TEMPLATE_CPU_S = 20\n"
@@ -228,6 +225,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
 NAMES = st.sampled_from(
     ["messages", "m", "loop", "bos_token", "x", "namespace", "cycler", "joiner", "dict", "''", "[]"]
 )
+FILTERS = [
+    "trim", "length", "first", "last", "int", "float", "list", "tojson", "join", "sort", "sum", "attr", "map",
+]  # fmt: skip
 VALUES = st.recursive(
     NAMES | st.sampled_from(["1", "0", "-1", "'a'", "none", "true", "{}", "1.5", "1e999"]),
     lambda inner: st.one_of(
@@ -237,23 +237,7 @@ VALUES = st.recursive(
         ),
         st.tuples(
             inner,
-            st.sampled_from(
-                [
-                    "trim",
-                    "length",
-                    "first",
-                    "last",
-                    "int",
-                    "float",
-                    "list",
-                    "tojson",
-                    "join",
-                    "sort",
-                    "sum",
-                    "attr",
-                    "map",
-                ]
-            ),
+            st.sampled_from(FILTERS),
         ).map("|".join),
         inner.map(lambda value: f"({value})[0]"),
         inner.map(lambda value: f"({value})()"),
@@ -294,6 +278,20 @@ def test_any_template_has_one_of_the_outcomes(template: str) -> None:
 def test_any_settings_have_one_of_the_outcomes(settings_: object) -> None:
     word, _ = Source("chat", json.dumps(settings_).encode(), None).render({"messages": MESSAGES}, 10_000)
     assert word in {"text", "missing", "damaged", "refused"}
+
+
+@pytest.mark.parametrize("call", [limited_child.answer, lambda job, line: limited_child.answer(job, line, True)])
+def test_nothing_is_rendered_without_limits(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Any, bytes], None]
+) -> None:
+    def refuse(*values: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    written: list[tuple[str, str]] = []
+    monkeypatch.setattr(limited_child, "write", lambda word, text: written.append((word, text)))
+    monkeypatch.setattr(limited_child, "limit", refuse)
+    call(None, b'{"memory_bytes": 1, "cpu_s": 1}')
+    assert written == [("unlimited", "Operation not permitted")]
 
 
 if __name__ == "__main__":

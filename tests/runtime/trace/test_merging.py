@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import InputError
-from moec.manifests.expert_use import MAX_ROUTES, ExpertUse, encode_use
+from moec.manifests.expert_use import ExpertUse, encode_use
 from moec.runtime.trace.merging import merge_traces
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.trace.trace_file import write_trace
@@ -203,7 +203,3 @@ def test_memory_does_not_grow_with_the_traces(tmp_path: Path, monkeypatch: pytes
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
-
-
-def test_the_sample_has_its_size() -> None:
-    assert MAX_ROUTES == 65_536

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from moec.manifests.errors import StorageReadFailed
-from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
-from moec.runtime.expert_cache.policies import SCORES
-from moec.runtime.expert_cache.python_cache import PythonCache
-from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.memory.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
-from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.statistics import PhaseTimes, RunRecorder, quantile
-from tests.runtime.faulty_source import PATIENCE_S, after
 
 
 def test_quantiles_are_values_that_occur() -> None:
@@ -86,67 +76,3 @@ def test_peak_memory_follows_what_is_touched() -> None:
     if code == 77:
         pytest.skip("the system does not reset the peak")
     assert code == 0
-
-
-class GatedStorage:
-    """Loads of `closed` wait until `gate` is set; loads of `broken` fail."""
-
-    mode = "gated"
-
-    def __init__(self, closed: set[int], broken: set[int]) -> None:
-        self.closed, self.broken = closed, broken
-        self.next_in_file = [NONE] * 6
-        self.gate, self.is_loading = threading.Event(), threading.Event()
-
-    def block(self, index: int) -> np.ndarray:
-        return np.empty(0, np.uint8)
-
-    def load(self, *run: int) -> None:
-        (index,) = run
-        if index in self.broken:
-            raise StorageReadFailed(f"expert {index}")
-        if index in self.closed:
-            self.is_loading.set()
-            assert self.gate.wait(PATIENCE_S)
-
-    def release(self, index: int) -> None:
-        pass
-
-    def resize(self, capacity_bytes: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def gated() -> Iterator[tuple[GatedStorage, PythonCache]]:
-    storage = GatedStorage(closed={1}, broken={0})
-    records = expert_records(np.zeros(6, np.int64), np.zeros(6), 1)
-    cache = PythonCache(storage, CacheSpec(np.full(6, 10, np.int64), 60, records, 40), SCORES["lru"])
-    yield storage, cache
-    storage.gate.set()
-    cache.close()
-
-
-def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, PythonCache]) -> None:
-    storage, cache = gated
-    cache.prefetch([1, 2])
-    assert storage.is_loading.wait(PATIENCE_S)
-    stream = cache.stream(0, [2])
-    after(lambda: 2 in cache.leased(), storage.gate.set)
-    assert list(stream) == [[2]]
-    assert (cache.stats.misses, cache.stats.late_hits, cache.stats.prefetch_used) == (1, 0, 0)
-    assert list(cache.stream(0, [1])) == [[1]]
-    assert (cache.stats.prefetch_reads, cache.stats.prefetch_used) == (1, 1)
-    assert cache.stats.prefetch_precision == 1.0
-
-
-def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, PythonCache]) -> None:
-    storage, cache = gated
-    with pytest.raises(StorageReadFailed):
-        list(cache.stream(0, [0, 1, 2]))
-    # The reads after the failed one still wait in the queue.
-    after(lambda: 2 in cache.leased(), storage.gate.set)
-    assert sorted(cache.stream(0, [1, 2])) == [[1], [2]]
-    cache.check_invariants()

@@ -1,4 +1,4 @@
-"""Traces go to a file and back; what is damaged is refused with one sentence."""
+"""Traces go to a file and back, also while a run goes on; what is damaged is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
+from moec.manifests.files.limits import JsonLimits
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.options.runtime import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.trace.statistics import PhaseTimes
 from moec.runtime.trace.trace import (
     LEAST_READ_BYTES,
+    LayerScores,
     PassScores,
     PromptScores,
     Trace,
@@ -27,7 +29,7 @@ from moec.runtime.trace.trace import (
     TraceHeader,
     TraceRecorder,
 )
-from moec.runtime.trace.trace_file import read_trace, write_trace
+from moec.runtime.trace.trace_file import growing_trace, opened_trace, read_trace, write_trace
 
 NS = st.integers(0, 1 << 60)
 
@@ -193,6 +195,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
 
 
 VERSION_4 = {**VERSION_3, "version": 4}
+VERSION_5 = {**VERSION_4, "version": 5, "architecture": "ab" * 32, "left_out": [[3], []], "storage_latency_ns": 0}
 FOUR = numbers(0, 0.5, 0.25, 2)
 PROMPT_SCORES: dict[str, Any] = {"unimportance": EIGHT, "ahead": [[FOUR], []], "ahead_unimportance": [[FOUR], []]}
 BARE = {"scores": None, "prompt_scores": None}
@@ -210,6 +213,10 @@ def test_scores_of_a_prompt_by_hand(tmp_path: Path) -> None:
 def prompted(**changes: Any) -> Callable[[], list[Any]]:
     scores = {**PROMPT_SCORES, **changes}
     return lambda: [VERSION_4, {**PROMPT, **BARE, "prompt_scores": scores}, {**TOKEN, **BARE}]
+
+
+def recorded(**changes: Any) -> Callable[[], list[Any]]:
+    return lambda: [{**VERSION_5, **changes}, {**PROMPT, **BARE}, {**TOKEN, **BARE}]
 
 
 def scored(**changes: Any) -> Callable[[], list[Any]]:
@@ -300,6 +307,18 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
             "expected a first pass of the decoder over 1 token, found 2",
         ),
         (lambda: [HEADER, [1]], "line 2 is not of a routing trace: expected a JSON object"),
+        (
+            recorded(left_out=[[2], []]),
+            "line 2 is not of a routing trace: `chosen[0]`: a token chooses an expert that the",
+        ),
+        (recorded(left_out=[[3]]), "`left_out`: expected a list of 2"),
+        (recorded(left_out=[[4], []]), "`left_out[0]`: expected whole numbers of 0 to 3, found 4"),
+        (recorded(left_out=[[3, 3], []]), "`left_out[0]`: expected at most 2 different experts"),
+        (recorded(left_out=[[], [0, 1, 2, 3]]), "`left_out[1]`: expected at most 3 different experts"),
+        (recorded(architecture="ab"), "`architecture`: expected a SHA-256, found 'ab'"),
+        (recorded(architecture=None), "`architecture`: expected a SHA-256, found None"),
+        (recorded(threads=0), "`threads`: expected a whole number of 1 or more"),
+        (lambda: [{**VERSION_5, "version": 4}], "unknown ['architecture', 'left_out'], missing []"),
     ],
 )
 def test_what_breaks_the_rules_is_refused(lines: Callable[[], list[Any]], message: str, tmp_path: Path) -> None:
@@ -387,3 +406,40 @@ def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
     assert recorder.read_bytes_per_s == 2 * LEAST_READ_BYTES
     cache.bytes_read -= 1
     assert recorder.read_bytes_per_s is None
+
+
+def test_a_trace_of_a_bundle_without_some_experts_by_hand(tmp_path: Path) -> None:
+    passes = [{**PROMPT, **BARE}, {**TOKEN, **BARE}]
+    found = read_trace(written(tmp_path / "t", VERSION_5, *passes)).header
+    assert found.left_out == ((3,), ()) and found.architecture == "ab" * 32 and found.has_rates
+    earlier = read_trace(written(tmp_path / "t", VERSION_4, *passes)).header
+    assert earlier.left_out == () and earlier.architecture == ""
+    unknown = {**VERSION_5, "left_out": [], "architecture": "", "memory_bytes_per_s": 0}
+    assert not read_trace(written(tmp_path / "t", unknown, *passes)).header.has_rates
+
+
+def test_a_trace_grows_pass_by_pass_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    header = TraceHeader("0f" * 32, (4,), (1,), 2, "off", 2, 0, 0, 0, architecture="0e" * 32, left_out=((),))
+    path = tmp_path / "a.trace"
+    with growing_trace(path, header) as take:
+        recorder = TraceRecorder(PhaseTimes(), CacheStats, keeps_scores=False, take=take)
+        for chosen in ([[3], [1]], [[2]]):
+            recorder.add_layer(0, np.array(chosen, np.int32), [], LayerScores(np.zeros((len(chosen), 4), np.float32)))
+        assert recorder.passes == [] and not path.exists()
+        recorder.end()
+    found = read_trace(path)
+    assert found.header == header and [each.chosen for each in found.passes] == [((3, 1),), ((2,),)]
+    assert found.passes[1].scores is None
+    with pytest.raises(KeyError), growing_trace(tmp_path / "b.trace", header):
+        raise KeyError
+    assert [each.name for each in tmp_path.iterdir()] == ["a.trace"]
+
+
+def test_lines_within_limits_of_their_own(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.trace", HEADER, PROMPT, TOKEN)
+    few = JsonLimits(1 << 10, containers=20, values=60, texts=60)
+    with opened_trace(path, few) as (_, passes):
+        assert len(list(passes)) == 2
+    narrow = JsonLimits(1 << 10, containers=20, values=20, texts=60)
+    with opened_trace(path, narrow) as (_, passes), pytest.raises(InputError, match=r"line 2 .* more than 20 values"):
+        list(passes)

@@ -119,7 +119,8 @@ def cut(files: Sequence[bytes], chunk_bytes: int = CHUNK) -> list[Stored]:
 
 
 def assemble(chunks: Sequence[Stored], manifest_bytes: int, chunk_bytes: int = CHUNK) -> bytes:
-    index = [Chunk(len(stored), method, hashlib.sha256(raw).digest()) for method, stored, raw in chunks]
+    digests = {id(raw): hashlib.sha256(raw).digest() for raw in {id(raw): raw for _, _, raw in chunks}.values()}
+    index = [Chunk(len(stored), method, digests[id(raw)]) for method, stored, raw in chunks]
     return encode_index(chunk_bytes, manifest_bytes, index) + b"".join(stored for _, stored, _ in chunks)
 
 
@@ -134,10 +135,15 @@ def sealed(plain: dict[str, Any]) -> bytes:
     return canonical_json({**plain, DIGEST_FIELD: hashlib.sha256(canonical_json(plain)).hexdigest()})
 
 
+def archive_of(manifest: bytes, files: Files) -> bytes:
+    """Return an archive whose digests are right."""
+    return assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
+
+
 def test_a_hand_made_archive_unpacks(bundle: Path, tmp_path: Path) -> None:
     """The tests below change one thing in an archive that is otherwise good."""
     manifest, files = tiny()
-    unpack_bundle(write_archive(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest))), tmp_path / "out")
+    unpack_bundle(write_archive(tmp_path, archive_of(manifest, files)), tmp_path / "out")
     assert content(tmp_path / "out") == content(bundle)
 
 
@@ -152,7 +158,7 @@ def test_names_that_leave_the_folder_or_occur_twice(tmp_path: Path, name: str) -
     plain["files"][-1]["name"] = name
     manifest = sealed(plain)
     before = sorted(tmp_path.parent.iterdir())
-    error = refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    error = refused(tmp_path, archive_of(manifest, files))
     assert isinstance(error, ManifestInvalid)
     assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
     assert sorted(tmp_path.parent.iterdir()) == before
@@ -165,7 +171,7 @@ def test_declared_sizes_that_the_archive_does_not_hold(tmp_path: Path, size: int
     plain = json.loads(manifest)
     plain["files"][0]["size_bytes"] = size
     manifest = sealed(plain)
-    assert isinstance(refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest))), ManifestInvalid)
+    assert isinstance(refused(tmp_path, archive_of(manifest, files)), ManifestInvalid)
 
 
 def header(version: int = 1, chunk_bytes: int = CHUNK, count: int = 1, manifest_bytes: int = 10) -> bytes:
@@ -244,7 +250,7 @@ def test_chunks_that_are_not_what_they_declare(
 
 def test_padding_in_a_record_must_be_zero(tmp_path: Path) -> None:
     manifest, files = tiny()
-    data = bytearray(assemble(cut([manifest, *files.values()]), len(manifest)))
+    data = bytearray(archive_of(manifest, files))
     data[HEADER_BYTES + 5] = 1
     count = int.from_bytes(data[16:24], "little")
     records = bytes(data[HEADER_BYTES : HEADER_BYTES + count * RECORD_BYTES])
@@ -265,23 +271,21 @@ def test_files_are_checked_against_the_manifest_too(tmp_path: Path) -> None:
     """Chunk digests come with the archive; the manifest's digest of the file has the last word."""
     manifest, files = tiny()
     files["config.json"] = files["config.json"].swapcase()
-    error = refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    error = refused(tmp_path, archive_of(manifest, files))
     assert isinstance(error, ChecksumMismatch) and "`config.json`" in error.message
 
 
 def test_a_bundle_that_would_not_open_is_not_left_behind(tmp_path: Path) -> None:
     files, experts = files_and_experts()
     files[DENSE_NAME] = b"\xff" * len(files[DENSE_NAME])
-    manifest = encode_manifest(manifest_of(files, experts))
-    data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
+    data = archive_of(encode_manifest(manifest_of(files, experts)), files)
     assert isinstance(refused(tmp_path, data), ManifestInvalid)
     assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_bundle_that_is_not_certified_is_not_unpacked(tmp_path: Path) -> None:
     files, experts = files_and_experts()
-    manifest = encode_manifest(replace(manifest_of(files, experts), certified=False))
-    data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
+    data = archive_of(encode_manifest(replace(manifest_of(files, experts), certified=False)), files)
     assert "not certified" in refused(tmp_path, data).message
     assert not (tmp_path / "out.partial").exists()
 
@@ -326,7 +330,7 @@ def test_a_small_archive_with_a_large_manifest(tmp_path: Path, piece: bytes) -> 
 def test_the_caller_bounds_what_an_archive_unpacks_to(tmp_path: Path) -> None:
     """The sizes that the manifest declares are compared before anything is written."""
     manifest, files = tiny()
-    archive = write_archive(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    archive = write_archive(tmp_path, archive_of(manifest, files))
     total = len(manifest) + sum(map(len, files.values()))
     for most in (total - 1, len(manifest) - 1, 0):
         with pytest.raises(DoesNotFit, match=f"the limit is {most}") as caught:
@@ -352,17 +356,7 @@ def test_zeros_of_a_terabyte_do_not_fit_and_nothing_is_written(tmp_path: Path) -
         for name, data in [("", manifest), *sorted(files.items())]
         for part in (large if name == "config.json" else cut([data], size))
     ]
-    index = [
-        Chunk(len(stored), method, digest) for (method, stored, _), digest in zip(chunks, digests(chunks), strict=True)
-    ]
-    data = encode_index(size, len(manifest), index) + b"".join(stored for _, stored, _ in chunks)
-    archive = write_archive(tmp_path, data)
+    archive = write_archive(tmp_path, assemble(chunks, len(manifest), size))
     with pytest.raises(DoesNotFit):
         unpack_bundle(archive, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
-
-
-def digests(chunks: Sequence[Stored]) -> list[bytes]:
-    """SHA-256 of raw chunks, of equal ones once."""
-    known = {id(raw): hashlib.sha256(raw).digest() for raw in {id(raw): raw for _, _, raw in chunks}.values()}
-    return [known[id(raw)] for _, _, raw in chunks]

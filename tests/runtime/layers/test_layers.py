@@ -1,16 +1,51 @@
-"""Latent attention against the definition: keys and values of every head made, then plain attention."""
+"""Norms, latent attention and relative biases against their definitions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersAttention
 
-from moec.manifests.model import AttentionSpec, LatentSpec, RopeSpec
+from moec.manifests.model import AttentionSpec, LatentSpec, RelativeBiasSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.layers.attention import LatentAttention, RotaryTables
-from moec.runtime.layers.norms import Norm
+from moec.runtime.layers.attention import LatentAttention
+from moec.runtime.layers.norms import Norm, stream_norms
+from moec.runtime.layers.relative_bias import bias_by_distance, distance_buckets
+from moec.runtime.layers.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
+from tests.manifests.examples import model_spec
+
+ROWS = np.random.default_rng(2).normal(3, 2, (5, 40)).astype(np.float32)
+WEIGHT, BIAS = np.random.default_rng(3).normal(size=(2, 40)).astype(np.float32)
+
+
+def test_with_a_bias_the_mean_goes_first() -> None:
+    wide, before = ROWS.astype(np.float64), ROWS.copy()
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    rms = WEIGHT * wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
+    layer = WEIGHT * centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) + BIAS
+    assert Norm(WEIGHT, None, 1e-5)(ROWS) == pytest.approx(rms, rel=1e-4, abs=1e-5)
+    assert Norm(WEIGHT, BIAS, 1e-5)(ROWS) == pytest.approx(layer, rel=1e-4, abs=1e-5)
+    assert np.array_equal(ROWS, before)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_every_norm_of_the_stream_has_its_own_weights(kind: str) -> None:
+    model = replace(model_spec(), norm=kind)
+    generator = np.random.default_rng(4)
+    dense = {name: generator.normal(size=shape).astype(np.float32) for name, shape in model.dense_shapes().items()}
+    norms = stream_norms(model, dense)
+    layers = [f"layers.{at}.{name}" for at in range(model.num_layers) for name in ("attention_norm", "experts_norm")]
+    assert sorted(norms) == sorted([*layers, "final_norm"])
+    hidden = generator.normal(size=(1, model.hidden_size)).astype(np.float32)
+    for name, norm in norms.items():
+        bias = dense[f"{name}_bias"] if kind == "layer" else None
+        assert np.array_equal(norm(hidden), Norm(dense[name], bias, model.norm_eps)(hidden))
+
 
 HIDDEN, HEADS, RANK, PLAIN, ROTARY, VALUE, CONTEXT = 64, 3, 32, 16, 8, 16, 12
 BF16 = QuantSpec.parse("bf16")
@@ -77,3 +112,30 @@ def test_it_is_attention_over_keys_and_values_that_are_never_made(query_rank: in
             shares = np.exp(0.3 * (scores - scores.max()))
             expected[at, head] = shares @ values[: at + 1, head] / shares.sum()
     assert found == pytest.approx(hidden + 0.5 * expected.reshape(CONTEXT, -1) @ plain["output"].T, abs=2e-5)
+
+
+FURTHEST = 5000
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("sees_ahead", [False, True])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 512), (4, 3), (32, 100), (16, 64)])
+def test_buckets_are_those_of_transformers(buckets: int, max_distance: int, sees_ahead: bool) -> None:
+    distances = np.arange(-FURTHEST, FURTHEST + 1)
+    expected = SwitchTransformersAttention._relative_position_bucket(
+        torch.from_numpy(distances), sees_ahead, buckets, max_distance
+    )
+    found = distance_buckets(distances, RelativeBiasSpec(buckets, max_distance), sees_ahead)
+    assert np.array_equal(found, expected.numpy())
+
+
+@pytest.mark.parametrize("sees_ahead", [False, True])
+def test_each_head_has_its_own_number_for_a_distance(sees_ahead: bool) -> None:
+    spec, heads, context = RelativeBiasSpec(8, 20), 3, 30
+    table = np.random.default_rng(1).normal(size=spec.buckets * heads).astype(np.float32)
+    found = bias_by_distance(table, spec, context, sees_ahead)
+    assert found.shape == (heads, 2 * context - 1) and found.dtype == np.float32 and found.flags.c_contiguous
+    for distance in (-29, -3, 0, 1, 29):
+        (bucket,) = distance_buckets(np.array([distance]), spec, sees_ahead)
+        expected = [table[bucket * heads + head] for head in range(heads)]
+        assert found[:, context - 1 + distance].tolist() == expected

@@ -1,16 +1,23 @@
-"""Requested experts are read before advised ones, by the cache in the extension and by the one in Python."""
+"""Requested experts are read before advised ones, and a prompt reads no expert twice, with both caches."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moec.runtime import load
+from moec.runtime import Engine, load
+from moec.runtime.engine import engine as engine_module
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.options.runtime import Prefetch, PrefetchRule
+from moec.runtime.prefetch.advisor import advised_experts
 from moec.runtime.storage.interface import page_bytes
+from moec.runtime.storage.read_storage import ReadStorage
 from moec.runtime.storage.readers import LOW_PRIORITY
 from tests.runtime.cache_kinds import Kind, both_caches, caches_of
 from tests.runtime.faulty_source import PATIENCE_S, InTime, each, wait_for
@@ -91,3 +98,75 @@ def test_with_a_reader_of_its_own_advice_delays_no_demand(
         in_time(lambda: wait_for(lambda: {*ADVISED} <= set(cache.resident().tolist())))
         assert {readers[index] for index in ADVISED} == {max(LOW_PRIORITY, readers[0])}
         assert cache.running_readers == 2
+
+
+CONTEXT = 64
+PROMPT = [(7 * at * at + 5 * at + 3) % 250 + 3 for at in range(40)]
+
+
+def open_small(bundle: Path, kind: Kind, prefetch: Prefetch, rule: PrefetchRule = "likely") -> Engine:
+    """Room for 40 % of the experts, none of which is there."""
+    limits = {"expert_cache": "40%", "context": CONTEXT, "cache_state": "cold"}
+    with caches_of(kind):
+        engine = load(bundle, **limits, prefetch=prefetch, prefetch_rule=rule, readers=2)
+    assert isinstance(engine.cache, kind)
+    return engine
+
+
+@pytest.fixture
+def read_by_python(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count the reads of each expert by Python. The extension does most reads itself."""
+    counts, load_some = Counter[int](), ReadStorage.load
+
+    def counted(storage: ReadStorage, *run: int) -> None:
+        counts.update(run)
+        load_some(storage, *run)
+
+    monkeypatch.setattr(ReadStorage, "load", counted)
+    return counts
+
+
+@both_caches
+@pytest.mark.parametrize("prefetch", ["off", "lookahead", "path", "popularity"])
+def test_a_prompt_reads_no_expert_twice(
+    tiny_bundle: Path,
+    read_by_python: Counter[int],
+    kind: Kind,
+    prefetch: Prefetch,
+) -> None:
+    """No expert is read ahead for the token after it, of which nothing is known."""
+    with open_small(tiny_bundle, kind, prefetch) as engine:
+        engine.prefill(PROMPT)
+    stored, stats = engine.bundle.manifest.experts, engine.cache.stats
+    assert stats.rereads == 0 and stats.evictions > 0
+    assert 0.8 * len(stored) < stats.lookups <= stats.reads <= len(stored)
+    assert stats.bytes_read <= sum(page_bytes(entry.size_bytes) for entry in stored)
+    assert (stats.prefetch_reads > 0) == (prefetch != "off")
+    if kind is PythonCache:
+        assert len(read_by_python) == stats.reads and set(read_by_python.values()) == {1}
+
+
+@both_caches
+def test_a_prompt_token_by_token_would_read_them_again(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    monkeypatch.setattr(engine_module, "MAX_PASS_TOKENS", 1)
+    with open_small(tiny_bundle, kind, "off") as engine:
+        engine.prefill(PROMPT)
+        assert engine.cache.stats.rereads > len(engine.bundle.manifest.experts)
+
+
+def test_a_rule_that_reads_for_the_next_token_reads_for_one(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads for the first layer, after the last layer of the prompt."""
+    advised, prefetch = list[list[int]](), PythonCache.prefetch
+
+    def noted(cache: PythonCache, indices: Sequence[int]) -> None:
+        advised.append(list(indices))
+        prefetch(cache, indices)
+
+    monkeypatch.setattr(PythonCache, "prefetch", noted)
+    with open_small(tiny_bundle, PythonCache, "lookahead", rule="spread") as engine:
+        top_k = engine.bundle.manifest.model.layers[0].experts.top_k
+        engine.prefill(PROMPT)
+    assert len(advised[-1]) == advised_experts(top_k, 1) and len(advised) == len(engine.model.spec.layers)
+    assert set(advised[-1]) <= set(range(engine.model.first_expert[1]))

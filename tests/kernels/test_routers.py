@@ -1,12 +1,15 @@
-"""Expert shares of several routers, each with its own norm, in one call."""
+"""Expert shares of several routers in one call, and the largest values with their indices."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
+from moec.runtime.kernels import lookahead
 from tests.kernels.packer import bits, random_matrix
 from tests.kernels.products import gate, inputs, linear, matrix_of
 from tests.kernels.test_hostile import zeros
@@ -95,3 +98,23 @@ def test_shares_are_finite_where_one_expert_has_nearly_all(every: str) -> None:
     kernels.router_shares([matrix_of(part)], [scaled], EPS, x, out)
     assert np.isfinite(out).all() and (out >= 0).all() and out.sum() == pytest.approx(1)
     assert out[0].argmax() == linear(part, x)[0].argmax()
+
+
+compiled = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
+values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")]), st.floats(width=32))
+
+
+@compiled
+@given(st.lists(values, max_size=40), st.integers(0, 50))
+def test_the_largest_are_those_of_numpy(found: list[float], count: int) -> None:
+    array = np.array(found, np.float32)
+    order, largest = kernels.largest(array, count)
+    expected, their = lookahead.largest(array, count)
+    assert order == expected and np.array_equal(largest, their, equal_nan=True)
+    assert kernels.largest(array.astype(np.float64), count)[0] == expected
+
+
+@compiled
+def test_only_a_list_is_ranked() -> None:
+    with pytest.raises(ValueError, match="1 dimensions"):
+        kernels.largest(np.zeros((2, 2), np.float32), 1)

@@ -1,8 +1,9 @@
-"""Predictors on tables small enough to work out by hand."""
+"""Predictors and advice on tables small enough to work out by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -25,29 +26,36 @@ from moec.runtime.prefetch.predictors import (
     make_predictor,
 )
 from moec.runtime.prefetch.quality import PrefetchQuality
-from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
-from tests.manifests.examples import layer_spec, model_spec
+from tests.manifests.examples import WITH_ENCODER, layer_spec, model_spec
 
 NOTHING = np.zeros((1, 1), np.float32)
 MODEL = model_spec((layer_spec(experts=4),) * 3)
 PLAIN = replace(layer_spec(), experts=replace(layer_spec().experts, count=0, top_k=0), shared=SharedSpec(64))
 
 
-def tables(pairs: dict[tuple[int, int, int], dict[int, int]], transitions: dict[tuple[int, int], list[int]]) -> Tables:
-    """Three layers of four experts. pairs: (layer, a, b) -> successor -> count; transitions: (layer, a) -> counts."""
-    keys = sorted(pairs)
-    experts = [expert for key in keys for expert in pairs[key]]
+Key = tuple[int, ...]
+
+
+def tables(known: dict[Key, dict[int, int]], transitions: dict[tuple[int, int], list[int]] | None = None) -> Tables:
+    """Three layers of four experts, two per token.
+
+    known: (layer, a, b), or a layer and two sets -> successor -> count.
+    transitions: (layer, a) -> counts.
+    """
+    keys = sorted(known)
+    has_sets = bool(keys) and len(keys[0]) > 3
+    rows = keys if has_sets else [(layer * 4 + first) * 4 + last for layer, first, last in keys]
     moved = np.zeros((2, 4, 4), np.uint32)
-    for place, counts in transitions.items():
+    for place, counts in (transitions or {}).items():
         moved[place] = counts
     return Tables(
         popularity=np.array([[9, 1, 1, 1], [1, 9, 1, 1], [1, 2, 3, 4]], np.uint32),
         paths=PathTables(
             transitions=moved,
-            keys=np.array([(layer * 4 + first) * 4 + last for layer, first, last in keys], np.int64),
-            offsets=np.cumsum([0, *(len(pairs[key]) for key in keys)]).astype(np.int64),
-            experts=np.array(experts, np.uint16),
-            counts=np.array([count for key in keys for count in pairs[key].values()], np.uint32),
+            keys=np.array(rows, np.uint16 if has_sets else np.int64),
+            offsets=np.cumsum([0, *(len(known[key]) for key in keys)]).astype(np.int64),
+            experts=np.array([expert for key in keys for expert in known[key]], np.uint16),
+            counts=np.array([count for key in keys for count in known[key].values()], np.uint32),
         ),
     )
 
@@ -80,7 +88,7 @@ def test_rare_pairs_fall_back_to_the_last_expert_alone() -> None:
 
 
 def test_unknown_experts_fall_back_to_popularity() -> None:
-    assert scores(PathPredictor(tables({}, {}), MODEL), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
+    assert scores(PathPredictor(tables({}), MODEL), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
 
 
 def test_the_first_layer_has_no_pair_yet() -> None:
@@ -89,7 +97,7 @@ def test_the_first_layer_has_no_pair_yet() -> None:
 
 
 def test_after_the_last_layer_comes_the_first() -> None:
-    for predictor in (PathPredictor(tables({}, {}), MODEL), PopularityPredictor(tables({}, {}), MODEL)):
+    for predictor in (PathPredictor(tables({}), MODEL), PopularityPredictor(tables({}), MODEL)):
         found = predictor.scores(state([[0, 1]], [[0, 1]], [[0, 1]]))
         assert found is not None and found.tolist() == [9, 1, 1, 1]
 
@@ -145,7 +153,7 @@ def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
 
 
 def test_make_predictor(tiny_bundle: Path) -> None:
-    known = tables({}, {})
+    known = tables({})
     with load(tiny_bundle, expert_cache="100%", context=16, prefetch="off") as engine:
         spec = engine.model.spec
         assert engine.model.advisor.predictor is None and make_predictor("off", known, spec, [], []) is None
@@ -170,14 +178,14 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     """Tables are as wide as the largest layer; what they say of experts that a smaller one lacks is not asked for."""
     wide = np.array([[1, 2, 3, 4], [9, 8, 7, 6]], np.uint32)
     spec = model_spec((layer_spec(experts=4, top_k=1), layer_spec(experts=2, top_k=1)))
-    advisor = advising(spec, replace(tables({}, {}), popularity=wide))
+    advisor = advising(spec, replace(tables({}), popularity=wide))
     following, _ = advisor.advise(PassState(0, np.zeros((8, 1), np.float32), []))
     assert following == [0, 1]
 
 
 def test_a_pass_that_asks_for_all_of_every_layer_looks_as_far_as_a_token() -> None:
     """Eight choices per expert: eight tokens of four of four experts."""
-    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
+    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}))
     seven, eight = np.zeros((7, 1), np.float32), np.zeros((8, 1), np.float32)
     assert advisor.advise(PassState(0, seven, []))[1] == [5, 4, 6, 7]
     assert advisor.advise(PassState(0, eight, []))[1] == [5, 4, 6, 7, 11, 10, 9, 8]
@@ -186,7 +194,7 @@ def test_a_pass_that_asks_for_all_of_every_layer_looks_as_far_as_a_token() -> No
 
 
 def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
-    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
+    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}))
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     following, advice = advisor.advise(PassState(0, one, []))
     assert following == [1, 0] and advice == [5, 4, 11]
@@ -201,7 +209,7 @@ def test_behind_a_prompt_comes_a_token_or_more_of_it_and_behind_several_sequence
     tokens: int, sequences: int, next_ones: int
 ) -> None:
     """Two experts for each of top-4; of a prompt, all that there are."""
-    known = replace(tables({}, {}), popularity=np.tile(np.arange(32, 0, -1, np.uint32), (3, 1)))
+    known = replace(tables({}), popularity=np.tile(np.arange(32, 0, -1, np.uint32), (3, 1)))
     advisor = advising(model_spec((layer_spec(experts=32, top_k=4),) * 3), known)
     last = PassState(2, np.zeros((tokens, 1), np.float32), [], sequences=sequences)
     assert advisor.advise(last)[1] == list(range(2 * next_ones))
@@ -213,7 +221,7 @@ def test_behind_a_prompt_comes_a_token_or_more_of_it_and_behind_several_sequence
 def test_layers_that_route_nothing_are_looked_past() -> None:
     routed = layer_spec(experts=4, top_k=4)
     spec = model_spec((routed, PLAIN, routed))
-    advisor, one = advising(spec, tables({}, {})), np.zeros((1, 1), np.float32)
+    advisor, one = advising(spec, tables({})), np.zeros((1, 1), np.float32)
     assert advisor.advise(PassState(0, one, []))[1] == [7, 6]  # layer 2, the next that routes
     assert advisor.advise(PassState(1, one, []))[1] == [7, 6]
     assert advisor.advise(PassState(2, one, []))[1] == [0, 1]  # the next token's first
@@ -227,9 +235,9 @@ def test_layers_that_route_nothing_are_looked_past() -> None:
 
 
 def test_behind_the_last_layer_comes_the_decoders_first() -> None:
-    spec = ENCODER_DECODER  # of five layers, those that route are 1 in the encoder, 3 and 4 in the decoder
+    spec = WITH_ENCODER  # of five layers, those that route are 1 in the encoder, 3 and 4 in the decoder
     assert [routed_ahead(spec, layer) for layer in range(5)] == [[1, 3, 4], [2, 3], [1, 2], [1], [2]]
-    known = replace(tables({}, {}), popularity=np.diag([1, 2, 3, 4, 5]).astype(np.uint32))
+    known = replace(tables({}), popularity=np.diag([1, 2, 3, 4, 5]).astype(np.uint32))
     found = PopularityPredictor(known, spec).scores(PassState(4, NOTHING, []), 2)
     assert found is not None and found.tolist() == [0, 0, 0, 4, 0]
 
@@ -249,3 +257,49 @@ def test_rows_of_path_keys(keys: set[tuple[int, int, int]], data: st.DataObject)
     known = {key: row for row, key in enumerate(sorted(keys))}
     asked = [(layer, one, last) for last in chosen for one in before]
     assert paths.rows(layer, before, chosen) == [known[key] for key in asked if key in known]
+
+
+def test_both_sets_predict_in_any_order() -> None:
+    known = tables({(2, 0, 3, 1, 2): {2: 6, 3: 2}, (2, 0, 3, 1, 3): {0: 9}})
+    assert (
+        scores(PathPredictor(known, MODEL), [[0, 3]], [[1, 2]])
+        == scores(PathPredictor(known, MODEL), [[3, 0]], [[2, 1]])
+        == [0, 0, 0.75, 0.25]
+    )
+    assert scores(PathPredictor(known, MODEL), [[0, 3], [3, 0]], [[1, 2], [3, 1]]) == [1, 0, 0.75, 0.25]
+
+
+def test_unknown_and_rare_sets_fall_back() -> None:
+    rare = {1: MINIMUM_PAIR_COUNT - 1}
+    last = {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}
+    for known in (tables({(2, 0, 3, 1, 2): rare}, last), tables({(2, 0, 3, 1, 3): {1: 99}}, last), tables({}, last)):
+        assert scores(PathPredictor(known, MODEL), [[0, 3]], [[1, 2]]) == [0.25, 1, 0, 0.75]
+    assert scores(PathPredictor(tables({}), MODEL), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
+
+
+def test_fewer_experts_than_in_the_calibration_match_no_set() -> None:
+    known = tables({(2, 0, 3, 1, 2): {2: 9}}, {(1, 1): [0, 0, 0, 5]})
+    assert scores(PathPredictor(known, MODEL), [[0]], [[1]]) == [0, 0, 0, 1]
+    assert known.paths is not None
+    assert known.paths.rows(2, [0, 3, 1], [2]) == known.paths.rows(2, [], [1, 2]) == []
+    assert scores(PathPredictor(tables({(1, 0, 3, 1, 2): {2: 9}}), MODEL), [[0, 3]]) == [
+        1,
+        9,
+        1,
+        1,
+    ]  # one layer has run
+
+
+PAIR = st.sampled_from(list(combinations(range(4), 2)))
+
+
+@given(st.sets(st.tuples(st.integers(0, 2), PAIR, PAIR), max_size=40), st.integers(0, 2), PAIR, PAIR)
+def test_rows_of_sets(
+    known: set[tuple[int, Key, Key]], layer: int, before: tuple[int, int], chosen: tuple[int, int]
+) -> None:
+    """The row is that of a dictionary."""
+    rows = sorted((at, *first, *second) for at, first, second in known)
+    paths = tables({key: {0: 9} for key in rows}).paths
+    assert paths is not None
+    key = (layer, *before, *chosen)
+    assert paths.rows(layer, before[::-1], chosen) == ([rows.index(key)] if key in rows else [])
