@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +61,49 @@ def plain_manifest(bundle: Path) -> dict[str, Any]:
     return plain
 
 
+def sealed(plain: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest with the digest of its fields."""
+    fields = {name: value for name, value in plain.items() if name != DIGEST_FIELD}
+    return canonical_json({**fields, DIGEST_FIELD: hashlib.sha256(canonical_json(fields)).hexdigest()})
+
+
 def seal(bundle: Path, plain: dict[str, Any]) -> None:
     """Write a manifest with its digest."""
-    digest = hashlib.sha256(canonical_json(plain)).hexdigest()
-    (bundle / MANIFEST_NAME).write_bytes(canonical_json({**plain, DIGEST_FIELD: digest}))
+    (bundle / MANIFEST_NAME).write_bytes(sealed(plain))
+
+
+def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the fields of `moec.json`, and correct its digest."""
+    plain = json.loads((bundle / MANIFEST_NAME).read_bytes())
+    edit(plain)
+    seal(bundle, plain)
 
 
 def seal_files(bundle: Path) -> None:
-    """Write the sizes and digests of the present files into the manifest, experts included."""
-    plain = plain_manifest(bundle)
-    for entry in plain["files"]:
-        data = (bundle / entry["name"]).read_bytes()
-        entry["size_bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
-    for expert in plain["experts"]:
-        data = (bundle / expert["file"]).read_bytes()
-        part = data[expert["offset_bytes"] : expert["offset_bytes"] + expert["size_bytes"]]
-        expert["xxh3"] = xxhash.xxh3_128_hexdigest(part)
-    _seal_dense((bundle / DENSE_NAME).read_bytes(), plain["dense"])
+    """Write sizes, digests and checksums of the present files into the manifest.
+
+    Regular files that it does not list are added. Other files keep their entries. A manifest that is no regular file or
+    no JSON object does not change.
+    """
+    if not stat.S_ISREG(os.lstat(bundle / MANIFEST_NAME).st_mode):
+        return
+    try:
+        plain = json.loads((bundle / MANIFEST_NAME).read_bytes())
+        listed = {entry["name"]: entry for entry in plain["files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    for path in sorted(bundle.iterdir()):
+        if path.name != MANIFEST_NAME and stat.S_ISREG(os.lstat(path).st_mode):
+            data = path.read_bytes()
+            entry = listed.setdefault(path.name, {"name": path.name})
+            entry.update(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for expert in (*plain["experts"], *plain.get("low_experts", ())):
+                if expert["file"] == path.name:
+                    start = expert["offset_bytes"]
+                    expert["xxh3"] = xxhash.xxh3_128_hexdigest(data[start : start + expert["size_bytes"]])
+            if path.name == DENSE_NAME:
+                _seal_dense(data, plain["dense"])
+    plain["files"] = [listed[name] for name in sorted(listed)]
     seal(bundle, plain)
 
 

@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hostile.seed import Seed, seal_bundle
+from tests.gates.damage import seal_files
+from tests.hostile.seed import Seed
 
 EXIT_CODES = frozenset({0, 1, 2, 3, 130})
 CPU_S, ADDRESS_BYTES, PATIENCE_S = 10, 2 << 30, 120
@@ -89,7 +90,7 @@ class Console:
         if seed.change is not None:
             seed.change(bundle)
         if seed.seal:
-            seal_bundle(bundle)
+            seal_files(bundle)
         before = _contents(bundle.parent)
         arguments = [part.replace("{bundle}", str(bundle)).replace("{work}", str(work)) for part in seed.arguments]
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}

@@ -16,7 +16,8 @@ from moec.profiles.device_json import encode_device
 from moec.profiles.loading import load_profile
 from moec.profiles.probe import allowed_processors
 from moec.profiles.processor import instruction_sets
-from tests.hostile.seed import Seed, edit_manifest
+from tests.gates.damage import edit_manifest
+from tests.hostile.seed import Seed
 
 DONE, ACT, DAMAGED = frozenset({0}), frozenset({1}), frozenset({3})
 RUN = ("run", "{bundle}", "--prompt", "Question: a", "--max-new-tokens", "3")

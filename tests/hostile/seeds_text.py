@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.seed import Seed, edit_manifest
+from tests.gates.damage import edit_manifest
+from tests.hostile.seed import Seed
 
 PROMPT = ("run", "{bundle}", "--prompt", "Question: aaaaaaaaaaaaaaaa!", "--max-new-tokens", "2")
 CHAT = ("run", "{bundle}", "--chat", "--prompt", "hello", "--max-new-tokens", "2")
