@@ -1,7 +1,7 @@
 """The kept inputs of each target, and changes to inputs.
 
-Each target has one archive, `kept/TARGET.zip`. Equal inputs give equal bytes. Changes to JSON keep it JSON: without them
-nearly every input ends at the parser of the standard library.
+Each target has one archive, `kept/TARGET.zip`. Equal inputs give equal bytes. Changes to JSON keep it JSON. Of other
+inputs the parser of the standard library refuses nearly all.
 
 As a program, it adds inputs: python -m tests.fuzz.kept_inputs TARGET FILE...
 """

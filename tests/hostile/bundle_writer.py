@@ -1,4 +1,4 @@
-"""Write whole bundles from the dataclasses: weights of a chosen kind, correct sizes and digests."""
+"""Write whole bundles from the dataclasses: weights of a chosen kind, correct sizes and digests. And a tiny one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moec.manifests.bundle import (
     DENSE_NAME,
     MANIFEST_NAME,
+    QUALITY_NAME,
     TABLES_NAME,
     BundleManifest,
     CalibrationSummary,
@@ -32,7 +34,7 @@ from moec.manifests.bundle import (
     version_of,
 )
 from moec.manifests.codec import encode_manifest
-from moec.manifests.model import ExpertKey, ModelSpec
+from moec.manifests.model import AttentionSpec, ExpertKey, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import LAYOUT, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 from moec.manifests.safetensors_header import build_header
 
@@ -280,3 +282,59 @@ def _cost(plan: BundlePlan, experts: tuple[ExpertEntry, ...], dense: tuple[Dense
         minimum_expert_bytes=max(top),
         kv_bytes_per_position=model.kv_bytes_per_position,
     )
+
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+VOCABULARY = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+ATTENTION = AttentionSpec(2, 1, 16, RopeSpec(10000.0, 16))
+EXPERTS = ExpertsSpec(4, 2, 32, "silu", RouterSpec("softmax", True))
+MODEL = ModelSpec(
+    family="mixtral",
+    hidden_size=32,
+    vocab_size=VOCABULARY,
+    max_positions=512,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    layers=(LayerSpec(ATTENTION, EXPERTS),) * 2,
+    eos_token_ids=(2,),
+)
+"""The model of the bundle that seeds change: a few ten thousand bytes."""
+
+
+def write_tiny_bundle(folder: Path, model: ModelSpec = MODEL, left_out: Sequence[ExpertKey] = ()) -> BundleManifest:
+    """Write the bundle to the new folder.
+
+    left_out: experts that are left out.
+    """
+    packed = QuantSpec.parse("q8g32")
+    dense = {
+        name: packed if len(shape) == 2 and not name.endswith("router") and packed.fits(shape[1]) else BF16
+        for name, shape in model.dense_shapes().items()
+    }
+    experts = {
+        key: dict.fromkeys(
+            model.layers[key.layer].experts.projections, QuantSpec.parse("q0" if key in left_out else "q4g32")
+        )
+        for key in model.expert_keys()
+    }
+    files = {
+        "tokenizer.json": byte_tokenizer(),
+        "tokenizer_config.json": b"{}\n",
+        "chat_template.jinja": CHAT_TEMPLATE.encode(),
+        "generation_config.json": b"{}\n",
+        "README.md": b"# A tiny model\n",
+        QUALITY_NAME: b"{}\n",
+    }
+    return write_bundle(folder, BundlePlan(model, dense, experts, files=files), Weights(random.Random(28)))
+
+
+def byte_tokenizer() -> bytes:
+    """Return a tokenizer with a token for every byte, after the special tokens. Every text can be encoded."""
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer.to_str().encode()

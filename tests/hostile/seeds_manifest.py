@@ -31,9 +31,8 @@ from moec.manifests.model import (
 from moec.manifests.safetensors_header import build_header
 from moec.runtime.bundle.archive.layout import COMPRESSED, Chunk, encode_index
 from tests.gates.damage import edit_manifest
-from tests.hostile.bundle_writer import empty_tables
+from tests.hostile.bundle_writer import EXPERTS, MODEL, empty_tables, write_tiny_bundle
 from tests.hostile.seed import Seed
-from tests.hostile.tiny_bundle import EXPERTS, MODEL, write_tiny_bundle
 
 DONE, ACT, DAMAGED = frozenset({0}), frozenset({1}), frozenset({3})
 RUN = ("run", "{bundle}", "--prompt", "Question: a", "--max-new-tokens", "3")

@@ -1,20 +1,30 @@
-"""Seeds of tokenizers and chat templates of a bundle, and of prompts."""
+"""Seeds of files in a bundle that a run reads: the device profile, the tokenizer and chat templates. And of prompts."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moec.manifests.bundle import DEVICE_NAME, QUALITY_NAME
+from moec.manifests.files.limits import MAX_DEVICE_BYTES
+from moec.profiles.device import DeviceProfile
+from moec.profiles.device_json import encode_device
+from moec.profiles.loading import load_profile
+from moec.profiles.probe import allowed_processors
+from moec.profiles.processor import instruction_sets
 from tests.gates.damage import edit_manifest
 from tests.hostile.seed import Seed
 
+DONE, ACT, DAMAGED = frozenset({0}), frozenset({1}), frozenset({3})
+RUN = ("run", "{bundle}", "--prompt", "Question: a", "--max-new-tokens", "3")
 PROMPT = ("run", "{bundle}", "--prompt", "Question: aaaaaaaaaaaaaaaa!", "--max-new-tokens", "2")
 CHAT = ("run", "{bundle}", "--chat", "--prompt", "hello", "--max-new-tokens", "2")
 STDIN = ("run", "{bundle}", "--prompt", "-", "--max-new-tokens", "2")
-DAMAGED, REFUSED = frozenset({3}), frozenset({1})
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 MANY = {
@@ -24,6 +34,78 @@ MANY = {
     "special_tokens": {"x": {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}},
 }
 LONG = "{% for i in range(99999) %}{{ 'a'*100000 }}{% endfor %}"
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+ADDED = {"id": 300, **dict.fromkeys(FLAGS, False), "special": True}
+
+
+def write_device(bundle: Path, profile: DeviceProfile) -> None:
+    """Give a bundle the profile of a device, as a compile for it does."""
+
+    def name_it(plain: dict[str, Any]) -> None:
+        plain["device"].update(profile=profile.name, profile_sha256=profile.sha256)
+
+    (bundle / DEVICE_NAME).write_bytes(encode_device(profile))
+    edit_manifest(bundle, name_it)
+
+
+def _device(profile: DeviceProfile) -> Callable[[Path], None]:
+    return lambda bundle: write_device(bundle, profile)
+
+
+def _edited(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Write a profile, and change its values without its digest."""
+
+    def change(bundle: Path) -> None:
+        write_device(bundle, load_profile("laptop"))
+        plain = json.loads((bundle / DEVICE_NAME).read_bytes())
+        edit(plain)
+        (bundle / DEVICE_NAME).write_bytes((json.dumps(plain, indent=1) + "\n").encode())
+
+    return change
+
+
+def _of_bytes(data: bytes) -> Callable[[Path], None]:
+    def change(bundle: Path) -> None:
+        write_device(bundle, load_profile("laptop"))
+        (bundle / DEVICE_NAME).write_bytes(data)
+
+    return change
+
+
+def _pipe(bundle: Path) -> None:
+    write_device(bundle, load_profile("laptop"))
+    (bundle / DEVICE_NAME).unlink()
+    os.mkfifo(bundle / DEVICE_NAME)
+
+
+def _link(bundle: Path) -> None:
+    (bundle / DEVICE_NAME).symlink_to(bundle / QUALITY_NAME)
+
+
+def _board(**changes: Any) -> DeviceProfile:
+    """A device like this machine."""
+    laptop = load_profile("laptop")
+    return replace(laptop, threads=len(allowed_processors()), instruction_sets=instruction_sets(), **changes)
+
+
+DEVICES = (
+    Seed("a profile of another machine", RUN, DONE, _device(load_profile("jetson-tx2-hdd"))),
+    Seed("a profile that is verified", ("verify", "{bundle}"), DONE, _device(load_profile("jetson-tx2-hdd"))),
+    Seed("a profile of this machine with a budget of a byte", RUN, ACT, _device(_board(memory_budget_bytes=1))),
+    Seed("a profile of this machine, memory given", (*RUN, "--memory", "1GB"), DONE, _device(_board())),
+    Seed("an empty profile", RUN, DAMAGED, _of_bytes(b"")),
+    Seed("a profile of lists", RUN, DAMAGED, _of_bytes(b"[" * 100_000)),
+    Seed("a profile that is too large", RUN, DAMAGED, _of_bytes(b" " * (MAX_DEVICE_BYTES + 1))),
+    Seed("a profile of another device than the manifest names", RUN, DAMAGED, _edited(lambda p: p.update(threads=9))),
+    Seed("such a profile, verified", ("verify", "{bundle}"), DAMAGED, _edited(lambda p: p.update(threads=9))),
+    Seed("such a profile, inspected", ("inspect", "{bundle}"), DAMAGED, _edited(lambda p: p.update(threads=9))),
+    Seed("a profile with control characters", RUN, DAMAGED, _edited(lambda p: p.update(name="x\x1b]0;owned\x07"))),
+    Seed("a profile with an unknown key", RUN, DAMAGED, _edited(lambda p: p.update({"x\x1b": 1}))),
+    Seed("a profile of a later version", RUN, DAMAGED, _edited(lambda p: p.update(format_version=10**9))),
+    Seed("a profile that the manifest does not list", RUN, DAMAGED, _device(load_profile("laptop")), seal=False),
+    Seed("a pipe as the profile", RUN, DAMAGED, _pipe),
+    Seed("a link as the profile", RUN, DAMAGED, _link),
+)
 
 
 def _write(name: str, content: bytes, bundle: Path) -> None:
@@ -69,7 +151,7 @@ def _file(name: str, change: Callable[[Path], None]) -> Seed:
     return Seed(f"tokenizer: {name}", PROMPT, DAMAGED, change)
 
 
-SEEDS = [
+TEXTS = (
     _template("loops", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
     _template(
         "doubled",
@@ -84,9 +166,9 @@ SEEDS = [
     _template("infinity", "{{ 'inf'|float|int }}"),
     _template("cycler", "{{ cycler() }}"),
     _template("brackets", "{{ " + "(" * 100_000),
-    _template("refusal", "{{ raise_exception('no') }}", REFUSED),
-    _template("classes", "{{ ''.__class__.__mro__ }}", REFUSED),
-    _settings("name is a list", '{"chat_template": [{"name": [], "template": "x"}]}', REFUSED),
+    _template("refusal", "{{ raise_exception('no') }}", ACT),
+    _template("classes", "{{ ''.__class__.__mro__ }}", ACT),
+    _settings("name is a list", '{"chat_template": [{"name": [], "template": "x"}]}', ACT),
     _settings("brackets", "[" * 100_000, DAMAGED),
     _settings("lists", "[" + "[]," * 1_300_000 + "[]]", DAMAGED),
     _tokenizer("charsmap", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
@@ -98,27 +180,16 @@ SEEDS = [
     _tokenizer("4 replaces", decoder={"type": "Sequence", "decoders": [{**REPLACE, "content": "a" * 1000}] * 4}),
     _tokenizer("a replace of nothing", normalizer={**REPLACE, "pattern": {"String": ""}, "content": "x"}),
     _tokenizer("a regular replace of nothing", normalizer={**REPLACE, "pattern": {"Regex": r"\b"}, "content": "x"}),
-    _tokenizer(
-        "a long added token",
-        added_tokens=[
-            {
-                "id": 300,
-                "content": "b" * 5_000_000,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-    ),
+    _tokenizer("a long added token", added_tokens=[{**ADDED, "content": "b" * 5_000_000}]),
     _tokenizer("a million tokens", post_processor=MANY),
-    _tokenizer("no unk_id", REFUSED, model={"type": "Unigram", "vocab": [["b", 0.0]]}),
+    _tokenizer("no unk_id", ACT, model={"type": "Unigram", "vocab": [["b", 0.0]]}),
     _tokenizer("empty WordLevel", model={"type": "WordLevel", "unk_token": "x", "vocab": {}}),
     _file("hidden member", _hidden),
     _file("brackets", partial(_write, "tokenizer.json", b"[" * 100_000)),
     _file("lists", partial(_write, "tokenizer.json", b"[" + b"[]," * 3_000_000 + b"[]]")),
-    Seed("prompt: 20 MB", STDIN, REFUSED, standard_input=b"Question: how many? " * 1_000_000),
-    Seed("prompt: 300 kB, chat", (*STDIN, "--chat"), REFUSED, standard_input=b"Question: how many? " * 15_000),
-    Seed("prompt: no UTF-8", STDIN, REFUSED, standard_input=b"\xff\xfe"),
-]
+    Seed("prompt: 20 MB", STDIN, ACT, standard_input=b"Question: how many? " * 1_000_000),
+    Seed("prompt: 300 kB, chat", (*STDIN, "--chat"), ACT, standard_input=b"Question: how many? " * 15_000),
+    Seed("prompt: no UTF-8", STDIN, ACT, standard_input=b"\xff\xfe"),
+)
+
+SEEDS: tuple[Seed, ...] = (*DEVICES, *TEXTS)
