@@ -18,9 +18,9 @@ from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.codec import DIGEST_FIELD, canonical_json
 from moec.manifests.files.limits import MANIFEST_JSON
 from moec.manifests.files.strict_json import load_strict_json
-from moec.manifests.safetensors_header import build_header
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
+from tests.hostile.bundle_writer import tables_file
 
 PROMPT = [5, 6, 200, 7, 90, 33, 8]
 IO_MODES = ("direct", "buffered", "mmap")
@@ -119,16 +119,12 @@ def _seal_dense(data: bytes, entries: list[dict[str, Any]]) -> None:
 
 def write_tables(bundle: Path, alignment_bytes: int = 4096, **changes: np.ndarray | None) -> None:
     """Write tables with some tensors replaced, and a manifest that agrees."""
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
     tensors: dict[str, np.ndarray | None] = {
         "popularity": np.ones((2, 3), np.uint32), "transitions": np.ones((1, 3, 3), np.uint32),
         "path.keys": np.zeros((0, 3), np.int32), "path.offsets": np.zeros(1, np.int64),
         "path.experts": np.zeros(0, np.uint16), "path.counts": np.zeros(0, np.uint32),
     }  # fmt: skip
     tensors.update({name.replace("path_", "path."): value for name, value in changes.items()})
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    header = build_header(
-        {name: (kinds[value.dtype.str], value.shape) for name, value in kept.items()}, alignment_bytes
-    )
-    (bundle / TABLES_NAME).write_bytes(header + b"".join(value.tobytes() for value in kept.values()))
+    present = {name: value for name, value in tensors.items() if value is not None}
+    (bundle / TABLES_NAME).write_bytes(tables_file(present, alignment_bytes))
     seal_files(bundle)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from moec.manifests.safetensors_header import build_header
 
 BF16, FP16 = QuantSpec.parse("bf16"), QuantSpec.parse("fp16")
 KINDS_OF_WEIGHTS = ("numbers", "zeros", "spoiled", "huge", "bytes")
+NO_DEVICE = DeviceSummary("none", "0" * 64, 1 << 30, 1 << 20)
 Specs = dict[str, QuantSpec]
 """The format of each projection of an expert."""
 _SPOILT_HALVES = (0x7C00, 0xFC00, 0x7E00, 0xFFFF, 0x7BFF, 0x0001)  # inf, -inf, NaN twice, the largest, the smallest
@@ -58,8 +59,8 @@ class Weights:
     source: random.Random
     kind: str = "numbers"
 
-    def matrix(self, rows: int, columns: int, spec: QuantSpec) -> bytes:
-        """Return a packed matrix."""
+    def matrix(self, rows: int, columns: int, spec: QuantSpec, name: str) -> bytes:
+        """Return a packed matrix. name: of the weight, for writers whose bytes follow from it."""
         size = spec.packed_bytes(rows, columns)
         if self.kind == "zeros":
             return bytes(size)
@@ -81,7 +82,7 @@ class Weights:
             records[:, :, : 2 * count] = scales.reshape(blocks, groups, -1)
         return data.tobytes()
 
-    def vector(self, size: int, spec: QuantSpec) -> bytes:
+    def vector(self, size: int, spec: QuantSpec, name: str) -> bytes:
         """Return a norm or a bias."""
         if self.kind == "zeros":
             return bytes(2 * size)
@@ -123,6 +124,7 @@ class BundlePlan:
     files: other files by name.
     read_share: expected bytes per token, as a share of the largest possible value.
     calibration_seed: seed of the calibration entry; None: no entry.
+    is_dense_reversed: the file of the dense weights has them in another order than the manifest.
     """
 
     model: ModelSpec
@@ -134,6 +136,8 @@ class BundlePlan:
     name: str = "tiny"
     read_share: float = 1.0
     calibration_seed: int | None = None
+    device: DeviceSummary = NO_DEVICE
+    is_dense_reversed: bool = False
 
 
 class _Folder:
@@ -156,7 +160,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
     dense = _write_dense(files, plan, weights)
     experts = _write_experts(files, plan.model, plan.experts, experts_file_name, weights)
     low = _write_experts(files, plan.model, plan.low, low_experts_file_name, weights)
-    _write_tables(files, {**empty_tables(plan.model), **plan.tables})
+    files.write(TABLES_NAME, tables_file({**empty_tables(plan.model), **plan.tables}))
     for name, data in plan.files.items():
         files.write(name, data)
     seed = plan.calibration_seed
@@ -167,7 +171,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
         certified=True,
         layout=LAYOUT,
         model=plan.model,
-        device=DeviceSummary("none", "0" * 64, 1 << 30, 1 << 20),
+        device=plan.device,
         cost=_cost(plan, experts, dense),
         calibration=None if seed is None else CalibrationSummary("none", "0" * 64, 1, 2, seed, ("0.1",)),
         source=SourceSummary("none", ()),
@@ -210,25 +214,31 @@ def tokenizer_json(vocabulary: int) -> bytes:
 
 
 def _write_dense(files: _Folder, plan: BundlePlan, weights: Weights) -> tuple[DenseEntry, ...]:
-    tensors, blobs, entries = dict[str, tuple[str, tuple[int, ...]]](), list[bytes](), list[DenseEntry]()
+    tensors, entries = dict[str, tuple[str, tuple[int, ...], bytes]](), list[DenseEntry]()
     for name, shape in plan.model.dense_shapes().items():
         spec = plan.dense[name]
-        blob = weights.vector(shape[0], spec) if len(shape) == 1 else weights.matrix(shape[0], shape[1], spec)
+        blob = weights.vector(*shape, spec, name) if len(shape) == 1 else weights.matrix(*shape, spec, name)
         floats = "BF16" if spec.float_type == "bfloat16" else "F16"
-        tensors[name] = (floats, shape) if len(shape) == 1 else ("U8", (len(blob),))
-        blobs.append(blob)
+        tensors[name] = (floats, shape, blob) if len(shape) == 1 else ("U8", (len(blob),), blob)
         entries.append(DenseEntry(name, shape, spec, xxhash.xxh3_128_hexdigest(blob)))
-    files.write(DENSE_NAME, build_header(tensors), *blobs)
+    order = [*reversed(tensors)] if plan.is_dense_reversed else [*tensors]
+    header = build_header({name: tensors[name][:2] for name in order})
+    files.write(DENSE_NAME, header, *(tensors[name][2] for name in order))
     return tuple(entries)
 
 
-def _expert_blob(model: ModelSpec, layer: int, specs: Specs, weights: Weights) -> bytes:
+def unit_name(layer: int, expert: int, projection: str) -> str:
+    return f"{layer}.{expert}.{projection}"
+
+
+def _expert_blob(model: ModelSpec, key: ExpertKey, specs: Specs, weights: Weights) -> bytes:
+    layer = key.layer
     if specs["up"].is_pruned:
         return b""
     offsets, size = unit_offsets(model, layer, specs)
     blob = bytearray(size)
     for projection, spec in specs.items():
-        data = weights.matrix(*model.unit_shape(layer, projection), spec)
+        data = weights.matrix(*model.unit_shape(layer, projection), spec, unit_name(layer, key.expert, projection))
         blob[offsets[projection] : offsets[projection] + len(data)] = data
     return bytes(blob)
 
@@ -243,7 +253,7 @@ def _write_experts(
     entries = list[ExpertEntry]()
     for layer in sorted({key.layer for key in experts}):
         own = {key.expert: specs for key, specs in sorted(experts.items()) if key.layer == layer}
-        blobs = {expert: _expert_blob(model, layer, specs, weights) for expert, specs in own.items()}
+        blobs = {expert: _expert_blob(model, ExpertKey(layer, expert), specs, weights) for expert, specs in own.items()}
         header = build_header({expert_tensor_name(expert): ("U8", (len(blob),)) for expert, blob in blobs.items()})
         name, end = file_name(layer), len(header)
         for expert, blob in blobs.items():
@@ -255,10 +265,13 @@ def _write_experts(
     return tuple(entries)
 
 
-def _write_tables(files: _Folder, tables: dict[str, np.ndarray]) -> None:
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64"}
-    header = build_header({name: (kinds[values.dtype.str], values.shape) for name, values in tables.items()})
-    files.write(TABLES_NAME, header, *(values.tobytes() for values in tables.values()))
+def tables_file(tables: Mapping[str, np.ndarray], alignment_bytes: int = 4096) -> bytes:
+    """Return the bytes of a file of tables."""
+    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
+    header = build_header(
+        {name: (kinds[values.dtype.str], values.shape) for name, values in tables.items()}, alignment_bytes
+    )
+    return header + b"".join(values.tobytes() for values in tables.values())
 
 
 def _cost(plan: BundlePlan, experts: tuple[ExpertEntry, ...], dense: tuple[DenseEntry, ...]) -> CostSummary:
