@@ -1,4 +1,4 @@
-"""Documents point to files that exist. Commands parse. Python blocks print what is shown, and the guide to a fleet runs."""
+"""Documents point to existing files. Commands parse, Python blocks print what is shown, the guide to a fleet runs."""
 
 from __future__ import annotations
 

@@ -22,10 +22,9 @@ from typing import Any
 
 import pytest
 
-from moec.manifests.bundle import DENSE_NAME, experts_file_name
 from moec.manifests.errors import BundleError, MoecError, StoreFailed
 from moec.manifests.files.output_file import FileSystem
-from moec.shipping.pull.fetch import MAX_RANGE_BYTES, FetchOptions
+from moec.shipping.pull.fetch import MAX_RANGE_BYTES
 from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
@@ -305,24 +304,6 @@ def test_small_files_from_a_hostile_server(device: Device, versions: list[Path],
     assert device.current == digests(versions[0])
 
 
-def test_a_server_without_ranges(device: Device, versions: list[Path]) -> None:
-    with serving(FileServer(device.store, serves_ranges=False)) as files:
-        store = open_store(parse_address(files.url), Access(), options=QUICK)
-        assert device.pull(store).outcome == "installed", "files of one range may come whole"
-        store.close()
-    assert device.current == digests(versions[1])
-
-
-@pytest.mark.parametrize(("kind", "message"), [("whole", "found a whole file"), ("etag", "changed on the server")])
-def test_other_files_for_ranges(device: Device, versions: list[Path], tmp_path: Path, kind: str, message: str) -> None:
-    shape = Shape(hidden=256, width=256, vocabulary=256)
-    third = write_bundle(tmp_path / "third", shape, lambda layer, expert: expert % 2, dense_version=0)
-    push(device.store, third, KEY, 3)
-    with pulled_from(device, [Fault(kind, experts_file_name(1))]) as (_, error):
-        assert isinstance(error, StoreFailed) and message in error.message
-    assert device.current == digests(versions[0])
-
-
 def test_resident_memory_and_connections(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "bundle", LARGE)
     device = Device(tmp_path / "device", tmp_path / "store")
@@ -348,36 +329,6 @@ def test_resident_memory_and_connections(tmp_path: Path) -> None:
     assert 2 <= most[0] <= 8
     assert all(end - start <= MAX_RANGE_BYTES for start, end in (r.span for r in files.requests if r.span))
     check_whole(device.folder / "current")
-
-
-def test_a_delta_is_small(tmp_path: Path) -> None:
-    def version(layer: int, expert: int) -> int:
-        return int((layer * LARGE.experts + expert) % 10 == 3)
-
-    old, new = write_bundle(tmp_path / "old", LARGE), write_bundle(tmp_path / "new", LARGE, version, dense_version=1)
-    device = Device(tmp_path / "device", tmp_path / "store", check=lambda folder: None)
-    push(device.store, old, KEY, 1)
-    device.pull()
-    push(device.store, new, KEY, 2)
-    with serving(FileServer(device.store)) as files:
-        store = open_store(parse_address(files.url), Access())
-        device.pull(store)
-        store.close()
-    assert device.current == digests(new)
-    expert_bytes = (old / experts_file_name(0)).stat().st_size // LARGE.experts
-    changed = sum(version(layer, expert) for layer in range(LARGE.layers) for expert in range(LARGE.experts))
-    dense = (new / DENSE_NAME).stat().st_size
-    assert files.sent_bytes <= 1.05 * (changed * expert_bytes + dense + 1_000_000)
-
-
-def test_a_rate_is_kept(device: Device) -> None:
-    waits: list[float] = []
-    with serving(FileServer(device.store)) as files:
-        store = open_store(parse_address(files.url), Access(), options=QUICK)
-        device.pull(store, fetch=FetchOptions(most_bytes_per_s=4_000_000))
-        store.close()
-    spans = [request.span for request in files.requests if request.span]
-    assert all(end - start <= 4_000_000 for start, end in spans) and not waits
 
 
 def test_a_pull_that_is_interrupted_by_the_user(device: Device, versions: list[Path], tmp_path: Path) -> None:

@@ -99,24 +99,6 @@ def test_equal_bundles_give_equal_signatures(signed: Signed) -> None:
 
 
 @pytest.mark.gate("G14")
-def test_only_accepted_keys(signed: Signed) -> None:
-    signed.verify(None, "next", "fleet")
-    with pytest.raises(SignatureInvalid, match="signed by none of the accepted keys"):
-        signed.verify(None, "next", "stranger")
-
-
-@pytest.mark.gate("G14")
-def test_every_changed_byte_of_the_signature_is_refused(signed: Signed) -> None:
-    source = random.Random(2)
-    for _ in range(FLIPS):
-        flipped = bytearray(signed.signature)
-        flipped[source.randrange(len(flipped))] ^= source.randrange(1, 256)
-        with pytest.raises(SignatureInvalid) as caught:
-            signed.verify(bytes(flipped))
-        assert caught.value.exit_code == 3
-
-
-@pytest.mark.gate("G14")
 def test_every_changed_byte_of_the_manifest_is_refused(signed: Signed) -> None:
     """The signed digest shows it, whether or not the manifest decodes."""
     source, key = random.Random(3), signing_key().public
@@ -130,14 +112,6 @@ def test_every_changed_byte_of_the_manifest_is_refused(signed: Signed) -> None:
         assert caught.value.exit_code == 3
         with pytest.raises(SignatureInvalid, match="another digest of `moec"):
             verify_signature(signed.signature, bytes(flipped), signed.manifest, [key], "tiny.sig")
-
-
-@pytest.mark.gate("G14")
-def test_the_signature_of_another_bundle_is_refused(signed: Signed) -> None:
-    other = replace(signed.manifest, name="other")
-    data = encode_manifest(other)
-    with pytest.raises(SignatureInvalid, match="another digest of `moec"):
-        verify_signature(signed.signature, data, other, [signing_key().public], "tiny.sig")
 
 
 def drop(statement: Any) -> None:

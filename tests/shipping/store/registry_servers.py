@@ -39,7 +39,6 @@ class CuttingProxy:
     cut_after: list[int] = field(default_factory=list)
     refused: bytes = b""
     host: str = ""
-    heads: list[bytes] = field(default_factory=list)
 
 
 def _answers(service: socket.socket, client: socket.socket) -> None:
@@ -56,7 +55,6 @@ def _requests(proxy: CuttingProxy, client: socket.socket, service: socket.socket
     with contextlib.suppress(OSError):
         while data := client.recv(1 << 14):
             if b" HTTP/1.1\r\n" in data:
-                proxy.heads.append(data)
                 seen = 0
             if proxy.refused and proxy.refused in data:
                 client.sendall(REFUSAL)

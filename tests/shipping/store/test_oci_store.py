@@ -93,13 +93,6 @@ def test_a_bundle_is_a_manifest_of_modelpack(registry_host: str, tmp_path: Path,
     registry.close()
 
 
-def test_an_upload_goes_in_chunks(proxy: CuttingProxy, tmp_path: Path, opened: Opening) -> None:
-    push(opened(proxy.host, repository="fleet/chunks"), tmp_path)
-    patches = [head for head in proxy.heads if head.startswith(b"PATCH")]
-    assert len(patches) == -(-len(WEIGHTS) // CHUNK_BYTES) + 1, "the manifest is small"
-    assert b"Content-Range: 100000-199999\r\n" in patches[1]
-
-
 @pytest.mark.parametrize("cuts", [[50_000], [50_000, 20_000], [99_000, 99_000, 99_000]])
 def test_a_cut_upload_is_completed(proxy: CuttingProxy, tmp_path: Path, opened: Opening, cuts: list[int]) -> None:
     """docker-registry gives an upload up that is cut inside a chunk. It begins again."""
