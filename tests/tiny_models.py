@@ -1,4 +1,4 @@
-"""Seeded random tiny checkpoints, written with transformers as a user's would be, and bundles made of them."""
+"""Seeded random tiny checkpoints, written with transformers as a user's would be."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from moec.compiler.bundle.emit import BundleContent, emit, finish
-from moec.compiler.bundle.publish import publish_directory
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
-from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
-from moec.manifests.quant import QuantSpec
+from moec.manifests.bundle import DeviceSummary
 
 VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer
 INITIALIZER_RANGE = (
@@ -122,19 +115,6 @@ def _save(folder: Path, family: Any, settings: Any, seed: int, dtype: str, shard
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def compile_uniform(checkpoint: Path, bundle: Path, bits: int = 16, group_size: int = 32, dense_bits: int = 16) -> Path:
-    """A published bundle of one format, as `--uniform` makes it, and its path."""
-    lowering, partial = lower(open_checkpoint(str(checkpoint))), bundle.with_name(bundle.name + PARTIAL_SUFFIX)
-    experts, dense = (
-        lowering.spec_16bit if width == 16 else QuantSpec(width, group_size) for width in (bits, dense_bits)
-    )
-    plan = uniform_plan(lowering.model, experts, dense, lowering.float_type)
-    manifest = emit(lowering, BundleContent(plan, NO_DEVICE), partial)
-    finish(partial, manifest, b"{}\n", b"# A tiny model\n")
-    publish_directory(Disk(), partial, bundle)
-    return bundle
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,41 +55,27 @@ def test_every_pin_is_exact() -> None:
 
 TOOLS = ("auto-gptq",)
 """Packages that `make` installs alone, in a folder of their own, in the exact versions of the Makefile."""
-
-
 OF_TORCH = ("triton",)
 """Packages whose exact version some builds of PyTorch name, so that constraints.txt must not. The Makefile does."""
-
-
-def test_what_torch_may_bring_has_an_exact_version_inside_its_range() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (listed,) = (line for line in makefile.splitlines() if line.startswith("TRITON ?= "))
-    pin = Requirement(listed.removeprefix("TRITON ?= "))
-    (need,) = (need for need in _ranges() if need.name in OF_TORCH)
-    (exact,) = pin.specifier
-    assert (pin.name, exact.operator, str(pin.marker)) == (need.name, "==", str(need.marker))
-    assert need.specifier.contains(exact.version)
-
-
 CLIENTS = ("lm_eval",)
 """Packages that `make serving-clients` installs in an environment of its own, in the versions of clients.txt."""
 
 
-def test_clients_have_exact_versions_inside_their_ranges() -> None:
-    lines = (ROOT / "tests" / "serving" / "clients" / "clients.txt").read_text(encoding="utf-8").splitlines()
-    versions = dict(line.split("==") for line in lines if not line.startswith("#"))
-    ranges = {need.name: need.specifier for need in _ranges() if need.name in CLIENTS}
-    assert set(ranges) == set(CLIENTS)
-    assert all(ranges[name].contains(versions[name]) for name in CLIENTS)
+def _value_of_make(name: str) -> str:
+    (line,) = re.findall(rf"^{name} \??= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return str(line)
 
 
-def test_tools_have_exact_versions_inside_their_ranges() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (listed,) = (line for line in makefile.splitlines() if line.startswith("TOOL_PACKAGES = "))
-    versions = dict(entry.split("==") for entry in listed.removeprefix("TOOL_PACKAGES = ").split())
-    ranges = {need.name: need.specifier for need in _ranges() if need.name in TOOLS}
-    assert set(ranges) == set(TOOLS) <= set(versions)
-    assert all(ranges[name].contains(versions[name]) for name in TOOLS)
+def test_what_constraints_leave_out_has_exact_versions_inside_the_ranges() -> None:
+    clients = (ROOT / "tests" / "serving" / "clients" / "clients.txt").read_text(encoding="utf-8").splitlines()
+    triton = Requirement(_value_of_make("TRITON"))
+    lines = [line for line in clients if not line.startswith("#")]
+    lines += [*_value_of_make("TOOL_PACKAGES").split(), f"{triton.name}{triton.specifier}"]
+    versions = dict(line.split("==") for line in lines)
+    ranges = {need.name: need for need in _ranges() if need.name in (*TOOLS, *CLIENTS, *OF_TORCH)}
+    assert set(ranges) == {*TOOLS, *CLIENTS, *OF_TORCH} <= set(versions)
+    assert str(triton.marker) == str(ranges["triton"].marker)
+    assert [name for name, need in ranges.items() if not need.specifier.contains(versions[name])] == []
 
 
 @pytest.mark.parametrize("python", SUPPORTED_PYTHONS)

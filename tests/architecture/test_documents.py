@@ -1,7 +1,8 @@
-"""Documents point to files that exist. Commands parse. Python blocks print what the page shows."""
+"""Documents point to existing files. Commands parse, Python blocks print what is shown, the guide to a fleet runs."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -35,6 +36,9 @@ PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", 
 # Generated from the commands: its command lines have explanations and placeholders.
 GENERATED = "docs/cli.md"
 BETWEEN_BLOCKS = "# next block"
+GUIDE = DOCS / "guides" / "from-checkpoint-to-fleet.md"
+BLOCK = re.compile(r"^```\n(\$ .*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 
 
 def documents() -> list[Path]:
@@ -267,3 +271,16 @@ def test_wrong_command_lines_are_found(text: str, is_wrong: bool) -> None:
 def test_python_blocks_have_the_output_that_follows_at_once() -> None:
     page = "```python\na\n```\n\n```text\n1\n```\n\n```python\nb\n```\n\nWords.\n\n```text\n2\n```\n"
     assert python_blocks(page) == [("a\n", "1\n"), ("b\n", None)]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    blocks = [block for block in BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if "\nerror: " not in block]
+    shown = [command for block in blocks for command in COMMAND.findall(block.replace("\\\n", " "))]
+    for command in shown:
+        words = ["bash", "-c", f"exec 2>&1; {command}"]
+        run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, f"{command}\n{run.stdout}"
+    assert len(shown) >= 14

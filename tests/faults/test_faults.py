@@ -7,19 +7,24 @@ takes every number, of a compile every twentieth.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moec.runtime.bundle.archive import pack_bundle
-from tests.faults.sweep import build_shim, sweep
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("fail_nth.c")
+LIMIT_S = 3600
 IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
 READS = ("read", "reads", "short-read", "interrupted-read", "open")
 WRITES = ("write", "writes", "short-write", "sync")
@@ -52,7 +57,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
+    """Compile the shim with the system's compiler."""
+    target = tmp_path_factory.mktemp("shim") / "fail_nth.so"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-fexceptions", "-Wall", "-Wextra", "-o", target, SOURCE, "-ldl"]
+    subprocess.run(command, check=True)
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +72,35 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     emit_bundle(model, root / "bundle", mixed=True)
     pack_bundle(root / "bundle", root / "packed.moec")
     return root
+
+
+def sweep(
+    shim: Path, scene: str, folder: Path, fault: str, first: int = 1, step: int = 1, last: int = 10**6
+) -> list[dict[str, Any]]:
+    """Run the scene once for each number. Returns the results of `driver.py`.
+
+    Numbers go from `first` in steps of `step` up to `last`, or to the first number above the number of calls. A run
+    without a fault comes first. With last=0 it is the only one.
+    A process that dies counts as a wrong run.
+    """
+    told: list[dict[str, Any]] = []
+    # The interpreter allocates through the shim. Allocations in its own arenas would not be visible one by one.
+    env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc", "PYTHONPATH": str(ROOT)}
+    while True:
+        arguments = [shim, scene, folder, fault, *map(str, (first, step, last))]
+        command = [sys.executable, "-m", "tests.faults.driver", *map(str, arguments)]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        told += lines[1:] if told else lines
+        if done.returncode == 0 or first > last > 0:
+            return told
+        if not lines:
+            raise RuntimeError(f"no run of {scene} without faults: {done.stderr[-3000:]}")
+        died = lines[-1]["n"] + step if lines[-1]["n"] else first
+        wrong = [f"the process ended with {done.returncode}"]
+        told.append({"n": died, "calls": 0, "failed": "?", "code": None, "wrong": wrong, "error": done.stderr[-4000:]})
+        first = died + step
+    return told
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz.targets import NAMES
+from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 MEMORY_BYTES = 2 << 30
@@ -62,11 +62,11 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument(
-        "--target", choices=(*NAMES, NATIVE), action="append", help="leave it out for all; may be repeated"
+        "--target", choices=(*TARGETS, NATIVE), action="append", help="leave it out for all; may be repeated"
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "fuzz")
     asked = parser.parse_args()
-    names = asked.target or (*NAMES, NATIVE)
+    names = asked.target or (*TARGETS, NATIVE)
     if importlib.util.find_spec("atheris") is None and names != [NATIVE]:
         print("error: atheris is not installed\nhint: run `make fuzz`; it exists for Linux on x86-64", file=sys.stderr)
         return 1

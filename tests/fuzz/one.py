@@ -16,9 +16,8 @@ from pathlib import Path
 
 import atheris
 
-from tests.fuzz.kept_inputs import pack, unpack
-from tests.fuzz.mutator import mutator_of
-from tests.fuzz.targets import LARGEST_BYTES, Target, load_target
+from tests.fuzz.kept_inputs import mutator_of, pack, unpack
+from tests.fuzz.targets import LARGEST_BYTES, TARGETS, Target
 
 MEMORY_BYTES = 2 << 30
 INPUT_S = 10
@@ -69,13 +68,13 @@ def main(name: str, seconds: int, folder: Path) -> None:
     limits.append(f"-artifact_prefix={folder}/")
     if seconds:
         way = [f"-max_total_time={seconds}", "-print_final_stats=1", *limits, str(new), str(kept)]
-        start(load_target(name), [str(again), *way])
+        start(TARGETS[name], [str(again), *way])
     subprocess.run([str(again), "-merge=1", *limits, str(kept), str(new)], check=True)
     pack(name, kept)
 
 
 if __name__ == "__main__":
     if sys.argv[2] == _AGAIN:
-        start(load_target(sys.argv[1]), [sys.argv[0], *sys.argv[3:]])
+        start(TARGETS[sys.argv[1]], [sys.argv[0], *sys.argv[3:]])
     else:
         main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]).resolve())

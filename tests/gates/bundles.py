@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moec.compiler.bundle.emit import BundleContent, emit, finish
+import numpy as np
+
+from moec.compiler.bundle.emit import BundleContent, PackedUnits, emit, finish
 from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
+from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.device_fit import summarise_device
 from moec.compiler.request.plan import CompilePlan, with_low_versions
 from moec.compiler.request.uniform import uniform_plan
@@ -18,6 +20,7 @@ from moec.manifests.bundle import DeviceSummary
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import PRUNED, QuantSpec
 from moec.profiles.device import DeviceProfile
+from moec.runtime import Engine
 
 DEVICE = DeviceSummary("host", "0" * 64, 1 << 30, 1 << 29)
 MIXED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q3g32", "q4s", "q8", "bf16", "q4g32"))
@@ -55,9 +58,35 @@ def emit_bundle(
     plan = replace(plan, units={**plan.units, **left_out})
     if low is not None:
         plan = with_low_versions(plan, QuantSpec.parse(low))
-    partial, disk = target.with_name(target.name + ".partial"), Disk()
     device = DEVICE if profile is None else summarise_device(profile, plan)
-    manifest = emit(lowering, BundleContent(plan, device, profile=profile), partial, disk=disk)
-    finish(partial, manifest, b"{}\n", b"# test\n", disk)
+    return publish_plan(lowering, BundleContent(plan, device, profile=profile), target)
+
+
+def publish_plan(
+    lowering: Lowering,
+    content: BundleContent,
+    target: Path,
+    packed_units: PackedUnits | None = None,
+    learned: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a bundle, and return its folder.
+
+    packed_units: see `emit`.
+    learned: content of further files by name.
+    """
+    partial, disk = target.with_name(target.name + ".partial"), Disk()
+    manifest = emit(lowering, content, partial, packed_units=packed_units, disk=disk)
+    finish(partial, manifest, b"{}\n", b"# test\n", disk, learned)
     publish_directory(disk, partial, target)
     return target
+
+
+def stepwise_logits(engine: Engine, tokens: Sequence[int], first: int, prompt: Sequence[int] = ()) -> np.ndarray:
+    """Return the logits [T, V] of tokens: the first ones in one pass, the rest one by one.
+
+    prompt: what an encoder reads.
+    """
+    rows = [engine.logits(tokens[:first], prompt)]
+    for position in range(first, len(tokens)):
+        rows.append(engine.model.logits(engine.step([tokens[position]], [0], [position])))
+    return np.concatenate(rows)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,9 @@ from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.codec import DIGEST_FIELD, canonical_json
 from moec.manifests.files.limits import MANIFEST_JSON
 from moec.manifests.files.strict_json import load_strict_json
-from moec.manifests.safetensors_header import build_header
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
+from tests.hostile.bundle_writer import tables_file
 
 PROMPT = [5, 6, 200, 7, 90, 33, 8]
 IO_MODES = ("direct", "buffered", "mmap")
@@ -58,23 +61,49 @@ def plain_manifest(bundle: Path) -> dict[str, Any]:
     return plain
 
 
+def sealed(plain: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest with the digest of its fields."""
+    fields = {name: value for name, value in plain.items() if name != DIGEST_FIELD}
+    return canonical_json({**fields, DIGEST_FIELD: hashlib.sha256(canonical_json(fields)).hexdigest()})
+
+
 def seal(bundle: Path, plain: dict[str, Any]) -> None:
     """Write a manifest with its digest."""
-    digest = hashlib.sha256(canonical_json(plain)).hexdigest()
-    (bundle / MANIFEST_NAME).write_bytes(canonical_json({**plain, DIGEST_FIELD: digest}))
+    (bundle / MANIFEST_NAME).write_bytes(sealed(plain))
+
+
+def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the fields of `moec.json`, and correct its digest."""
+    plain = json.loads((bundle / MANIFEST_NAME).read_bytes())
+    edit(plain)
+    seal(bundle, plain)
 
 
 def seal_files(bundle: Path) -> None:
-    """Write the sizes and digests of the present files into the manifest, experts included."""
-    plain = plain_manifest(bundle)
-    for entry in plain["files"]:
-        data = (bundle / entry["name"]).read_bytes()
-        entry["size_bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
-    for expert in plain["experts"]:
-        data = (bundle / expert["file"]).read_bytes()
-        part = data[expert["offset_bytes"] : expert["offset_bytes"] + expert["size_bytes"]]
-        expert["xxh3"] = xxhash.xxh3_128_hexdigest(part)
-    _seal_dense((bundle / DENSE_NAME).read_bytes(), plain["dense"])
+    """Write sizes, digests and checksums of the present files into the manifest.
+
+    Regular files that it does not list are added. Other files keep their entries. A manifest that is no regular file or
+    no JSON object does not change.
+    """
+    if not stat.S_ISREG(os.lstat(bundle / MANIFEST_NAME).st_mode):
+        return
+    try:
+        plain = json.loads((bundle / MANIFEST_NAME).read_bytes())
+        listed = {entry["name"]: entry for entry in plain["files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    for path in sorted(bundle.iterdir()):
+        if path.name != MANIFEST_NAME and stat.S_ISREG(os.lstat(path).st_mode):
+            data = path.read_bytes()
+            entry = listed.setdefault(path.name, {"name": path.name})
+            entry.update(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for expert in (*plain["experts"], *plain.get("low_experts", ())):
+                if expert["file"] == path.name:
+                    start = expert["offset_bytes"]
+                    expert["xxh3"] = xxhash.xxh3_128_hexdigest(data[start : start + expert["size_bytes"]])
+            if path.name == DENSE_NAME:
+                _seal_dense(data, plain["dense"])
+    plain["files"] = [listed[name] for name in sorted(listed)]
     seal(bundle, plain)
 
 
@@ -90,16 +119,12 @@ def _seal_dense(data: bytes, entries: list[dict[str, Any]]) -> None:
 
 def write_tables(bundle: Path, alignment_bytes: int = 4096, **changes: np.ndarray | None) -> None:
     """Write tables with some tensors replaced, and a manifest that agrees."""
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
     tensors: dict[str, np.ndarray | None] = {
         "popularity": np.ones((2, 3), np.uint32), "transitions": np.ones((1, 3, 3), np.uint32),
         "path.keys": np.zeros((0, 3), np.int32), "path.offsets": np.zeros(1, np.int64),
         "path.experts": np.zeros(0, np.uint16), "path.counts": np.zeros(0, np.uint32),
     }  # fmt: skip
     tensors.update({name.replace("path_", "path."): value for name, value in changes.items()})
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    header = build_header(
-        {name: (kinds[value.dtype.str], value.shape) for name, value in kept.items()}, alignment_bytes
-    )
-    (bundle / TABLES_NAME).write_bytes(header + b"".join(value.tobytes() for value in kept.values()))
+    present = {name: value for name, value in tensors.items() if value is not None}
+    (bundle / TABLES_NAME).write_bytes(tables_file(present, alignment_bytes))
     seal_files(bundle)

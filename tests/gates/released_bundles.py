@@ -21,15 +21,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from moec.compiler.bundle.emit import BundleContent, emit, finish
-from moec.compiler.bundle.publish import publish_directory
+from moec.compiler.bundle.emit import BundleContent
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantized import QuantizedMatrix
 from moec.compiler.request.plan import CompilePlan, with_low_versions
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.codec import canonical_json
 from moec.manifests.model import ExpertKey, RouterSpec, StaticRouting, UnitKey
@@ -38,7 +36,7 @@ from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import pack_bundle
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.kernels import reference
-from tests.gates.bundles import DEVICE
+from tests.gates.bundles import DEVICE, publish_plan
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import LONGROPE, YARN, TinyFamily, save_tiny_family
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_qwen3_moe
@@ -201,11 +199,7 @@ def _emit(
         exponents = torch.randint(121, 125, (rows, spec.groups(columns)), generator=draw, dtype=torch.uint8)
         return pack(QuantizedMatrix(spec, codes, exponents, None))
 
-    disk, partial = Disk(), root / "bundle.partial"
-    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, packed_units=floats, disk=disk)
-    finish(partial, manifest, b"{}\n", b"# test\n", disk, learned)
-    publish_directory(disk, partial, root / "bundle")
-    return root / "bundle"
+    return publish_plan(lowering, BundleContent(plan, DEVICE), root / "bundle", floats, learned)
 
 
 MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {

@@ -1,6 +1,8 @@
 """G13: a pull survives anything. `current` always opens, the final bytes are identical, and little is read twice.
 
 CI kills 6 pulls of 64 MB; MOEC_FULL_GATES=1 kills 200. `tests/faults` lets every call of a pull fail in turn.
+
+As a program, it kills a process at every STEP-th operation of the disk: python -m tests.gates.test_g13_pull FOLDER STEP
 """
 
 from __future__ import annotations
@@ -9,25 +11,26 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moec.manifests.bundle import DENSE_NAME, experts_file_name
 from moec.manifests.errors import BundleError, MoecError, StoreFailed
-from moec.shipping.pull.fetch import MAX_RANGE_BYTES, FetchOptions
+from moec.manifests.files.output_file import FileSystem
+from moec.shipping.pull.fetch import MAX_RANGE_BYTES
 from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
 from moec.shipping.store.http_connection import MAX_ANSWER_HEAD_BYTES
 from moec.shipping.store.open_store import open_store
 from tests.shipping.devices import Device, check_whole
-from tests.shipping.killed_pull import KILLED, scene
 from tests.shipping.model_bundles import LARGE, Shape, digests, push, sha256_of, write_bundle
 from tests.shipping.servers import Fault, FileServer, Request, serving
 from tests.shipping.signing_keys import signing_key
@@ -40,6 +43,8 @@ KEY = signing_key()
 ROOT = Path(__file__).parents[2]
 QUICK = HttpOptions(timeout_s=0.5, attempts=3, first_pause_s=0.001, most_pause_s=0.01)
 RESIDENT_BYTES = 64 << 20
+KILLED = 9
+OPERATIONS = ("open", "write", "sync", "rename", "link", "sync_directory", "make_directory", "remove")
 HOSTILE = ("cut", "drop", "flip", "gzip", "redirect", "status", "endless", "slow", "silent", "shifted")
 
 
@@ -94,9 +99,94 @@ class Pulling:
         return self.process.returncode
 
 
+class KillingSystem(FileSystem):
+    """A file system whose process ends at once at an operation. A write is cut in half.
+
+    at: number of that operation, from 1.
+    note: descriptor that its name is written to.
+    """
+
+    def __init__(self, at: int, note: int) -> None:
+        self._left, self._note = at, note
+
+    def step(self, name: str, subject: Any, rest: tuple[Any, ...]) -> None:
+        """Count an operation, and end if it is the one."""
+        self._left -= 1
+        if self._left:
+            return
+        os.write(self._note, name.encode())
+        if name == "write":
+            subject.write(memoryview(rest[0])[: len(rest[0]) // 2])
+            subject.flush()
+        os._exit(KILLED)
+
+
+def _killing(name: str) -> Callable[..., Any]:
+    plain = getattr(FileSystem, name)
+
+    def operation(self: KillingSystem, subject: Any, *rest: Any) -> Any:
+        self.step(name, subject, rest)
+        return plain(self, subject, *rest)
+
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(KillingSystem, _name, _killing(_name))
+
+
+def scene(folder: Path) -> Device:
+    """A device that has no bundle, and checks none."""
+    return Device(folder / "device", folder / "store", check=lambda bundle: None)
+
+
+def run_killed(folder: Path, step: int) -> None:
+    """Pull a second version, and kill the process at every STEP-th operation.
+
+    The two versions have some experts and files in common. It prints one JSON object per run: the operation, the exit
+    code, which bundle was current, which one is after another pull, and what that one left. The last run is not killed.
+    """
+    device = scene(folder)
+    versions = [
+        write_bundle(
+            folder / f"v{at}", version=lambda layer, expert, at=at: at * (layer == 1 and expert != 2), note=str(at)
+        )
+        for at in (0, 1)
+    ]
+    names = {
+        json.dumps(digests(version), sort_keys=True): name
+        for version, name in zip(versions, ("old", "new"), strict=True)
+    }
+
+    def current() -> str:
+        return names.get(json.dumps(digests(device.folder / "current"), sort_keys=True), "neither")
+
+    number, code = 1 - step, KILLED
+    while code == KILLED:
+        number += step
+        shutil.rmtree(device.folder, ignore_errors=True)
+        push(device.store, versions[0], KEY, 1)
+        device.pull()
+        push(device.store, versions[1], KEY, 2)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            device.pull(system=KillingSystem(number, writing), keep=0)
+            os._exit(0)
+        os.close(writing)
+        operation = os.read(reading, 100).decode()
+        os.close(reading)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        before = current()
+        device.pull(keep=0)
+        left = [name for name in device.names if "partial" in name or "journal" in name or "writing" in name]
+        left += sorted(device.bundles - {os.readlink(device.folder / "current")})
+        line = {"operation": operation, "code": code, "current": before, "after": current(), "left": left}
+        print(json.dumps(line), flush=True)
+
+
 def test_killed_at_every_operation_of_the_disk(tmp_path: Path) -> None:
-    device = scene(tmp_path)
-    command = [sys.executable, "-m", "tests.shipping.killed_pull", tmp_path, "1" if IS_FULL else "4"]
+    command = [sys.executable, "-m", "tests.gates.test_g13_pull", tmp_path, "1" if IS_FULL else "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and len(lines) > (50 if IS_FULL else 12), done.stderr
@@ -106,7 +196,7 @@ def test_killed_at_every_operation_of_the_disk(tmp_path: Path) -> None:
     assert all(line["after"] == "new" and not line["left"] for line in killed), "the next pull completes it"
     every = {"open", "write", "sync", "rename", "link", "sync_directory", "remove"}
     assert not IS_FULL or every <= {line["operation"] for line in killed}
-    assert device.current
+    assert scene(tmp_path).current
 
 
 def test_killed_at_random_points(tmp_path: Path) -> None:
@@ -214,24 +304,6 @@ def test_small_files_from_a_hostile_server(device: Device, versions: list[Path],
     assert device.current == digests(versions[0])
 
 
-def test_a_server_without_ranges(device: Device, versions: list[Path]) -> None:
-    with serving(FileServer(device.store, serves_ranges=False)) as files:
-        store = open_store(parse_address(files.url), Access(), options=QUICK)
-        assert device.pull(store).outcome == "installed", "files of one range may come whole"
-        store.close()
-    assert device.current == digests(versions[1])
-
-
-@pytest.mark.parametrize(("kind", "message"), [("whole", "found a whole file"), ("etag", "changed on the server")])
-def test_other_files_for_ranges(device: Device, versions: list[Path], tmp_path: Path, kind: str, message: str) -> None:
-    shape = Shape(hidden=256, width=256, vocabulary=256)
-    third = write_bundle(tmp_path / "third", shape, lambda layer, expert: expert % 2, dense_version=0)
-    push(device.store, third, KEY, 3)
-    with pulled_from(device, [Fault(kind, experts_file_name(1))]) as (_, error):
-        assert isinstance(error, StoreFailed) and message in error.message
-    assert device.current == digests(versions[0])
-
-
 def test_resident_memory_and_connections(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "bundle", LARGE)
     device = Device(tmp_path / "device", tmp_path / "store")
@@ -259,36 +331,6 @@ def test_resident_memory_and_connections(tmp_path: Path) -> None:
     check_whole(device.folder / "current")
 
 
-def test_a_delta_is_small(tmp_path: Path) -> None:
-    def version(layer: int, expert: int) -> int:
-        return int((layer * LARGE.experts + expert) % 10 == 3)
-
-    old, new = write_bundle(tmp_path / "old", LARGE), write_bundle(tmp_path / "new", LARGE, version, dense_version=1)
-    device = Device(tmp_path / "device", tmp_path / "store", check=lambda folder: None)
-    push(device.store, old, KEY, 1)
-    device.pull()
-    push(device.store, new, KEY, 2)
-    with serving(FileServer(device.store)) as files:
-        store = open_store(parse_address(files.url), Access())
-        device.pull(store)
-        store.close()
-    assert device.current == digests(new)
-    expert_bytes = (old / experts_file_name(0)).stat().st_size // LARGE.experts
-    changed = sum(version(layer, expert) for layer in range(LARGE.layers) for expert in range(LARGE.experts))
-    dense = (new / DENSE_NAME).stat().st_size
-    assert files.sent_bytes <= 1.05 * (changed * expert_bytes + dense + 1_000_000)
-
-
-def test_a_rate_is_kept(device: Device) -> None:
-    waits: list[float] = []
-    with serving(FileServer(device.store)) as files:
-        store = open_store(parse_address(files.url), Access(), options=QUICK)
-        device.pull(store, fetch=FetchOptions(most_bytes_per_s=4_000_000))
-        store.close()
-    spans = [request.span for request in files.requests if request.span]
-    assert all(end - start <= 4_000_000 for start, end in spans) and not waits
-
-
 def test_a_pull_that_is_interrupted_by_the_user(device: Device, versions: list[Path], tmp_path: Path) -> None:
     key = device.write_key(tmp_path)
     with serving(FileServer(device.store, [Fault("silent", "experts-00001.safetensors")])) as files:
@@ -299,3 +341,7 @@ def test_a_pull_that_is_interrupted_by_the_user(device: Device, versions: list[P
         assert pulling.wait() == 130
     assert device.current == digests(versions[0])
     assert sha256_of(versions[1])[:16] + ".partial" in device.names
+
+
+if __name__ == "__main__":
+    run_killed(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,6 +2,9 @@
 
 After a resume it gives the bytes of an uninterrupted run. The sample takes the first, a middle and the last operation
 of every stage. tests/compiler/workspace/test_durable.py tests every operation of the durable writes.
+
+As a program, it kills a process at each named operation: see `run_killed`.
+python -m tests.gates.test_g5_crash WAY FOLDER MODEL DATA OLD_BUNDLE N...
 """
 
 from __future__ import annotations
@@ -11,30 +14,102 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moec.compiler.request.result import CompileResult
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import MoecError
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, PowerCut
-from tests.gates.killed import KILLED, WAYS, WatchedDisk, compile_here, go
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_texts
+from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_model, save_texts
 
 pytestmark = pytest.mark.gate("G5")
 STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean up")
 OF_ALL_LAYERS = "temporary bundle"
 """Where memory holds the model, the certificate also runs the checkpoint, from a temporary bundle."""
+OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
+KILLED = 9
+WAYS = ("all layers stay", "little memory")
+"""All layers stay in memory, or none stays between passes."""
+CERTIFICATE_FILES = ("quality.json", "README.md", "losses.svg", "bits.svg")
+
+
+def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
+    """Run the compile that this gate interrupts: a search on data, over an existing bundle."""
+    return compile_tiny(
+        model, folder / "out", "kl", 0.05, data=str(data), disk=disk, bits=(3, 16), overwrite=True, **values
+    )
+
+
+class WatchedDisk(Disk):
+    """A disk that records operation and path of every step.
+
+    before: called with the number of each step, counted from 1.
+    """
+
+    def __init__(self, before: Callable[[int, str, Any], None] = lambda number, name, subject: None) -> None:
+        self.steps: list[tuple[str, Path]] = []
+        self._before = before
+
+    def _note(self, name: str, subject: Any) -> None:
+        path = Path(subject if isinstance(subject, Path) else subject.name)
+        if name == "remove_tree" and not os.path.lexists(path):
+            return
+        self.steps.append((name, path))
+        self._before(len(self.steps), name, subject)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    plain = getattr(Disk, name)
+
+    def operation(self: WatchedDisk, subject: Any, *rest: Any) -> Any:
+        self._note(name, subject)
+        return plain(self, subject, *rest)
+
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(WatchedDisk, _name, _watched(_name))
+
+
+def kill_at(wanted: int) -> WatchedDisk:
+    """Return a disk whose process ends at once at that operation. A write is cut in half."""
+
+    def check(number: int, name: str, subject: Any) -> None:
+        if number == wanted:
+            if name == "write":
+                subject.write(b"half of what was to come")
+                subject.flush()
+            os._exit(KILLED)
+
+    return WatchedDisk(check)
+
+
+def run_killed(folder: Path, model: Path, data: Path, old: Path, numbers: list[int]) -> None:
+    """Run the killed processes. Each is a fork of this one, so imports are done once."""
+    for number in numbers:
+        place = folder / str(number)
+        place.mkdir()
+        shutil.copytree(old, place / "out")
+        child = os.fork()
+        if child == 0:
+            compile_here(place, model, data, kill_at(number))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(number, os.waitstatus_to_exitcode(status), flush=True)
 
 
 @dataclass(frozen=True)
 class Scene:
     """A model, data, an old bundle, and the operations and bytes of an uninterrupted compile.
 
-    way: see killed.py.
+    way: one of WAYS.
     """
 
     way: str
@@ -44,9 +119,6 @@ class Scene:
     old_contents: dict[str, bytes]
     whole: dict[str, bytes]
     stages: dict[str, list[int]]
-
-
-CERTIFICATE_FILES = ("quality.json", "README.md", "losses.svg", "bits.svg")
 
 
 def stage_of(name: str, path: Path, is_renamed: bool) -> str:
@@ -69,7 +141,8 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        go(request.param, patch.setattr)
+        if request.param != WAYS[0]:
+            little_memory(patch.setattr)
         yield make_scene(request.param, tmp_path_factory.mktemp("crash"))
     torch.set_num_threads(threads)
 
@@ -137,7 +210,7 @@ def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old:
 def test_a_process_that_is_killed(scene: Scene, tmp_path: Path) -> None:
     numbers = sorted({numbers[len(numbers) // 2] for numbers in scene.stages.values()} | {scene.stages["publish"][-1]})
     places = (tmp_path, scene.model, scene.data, scene.old)
-    command = [sys.executable, "-m", "tests.gates.killed", scene.way, *places]
+    command = [sys.executable, "-m", "tests.gates.test_g5_crash", scene.way, *places]
     finished = subprocess.run(
         [*command, *map(str, numbers)],
         cwd=Path(__file__).parents[2],
@@ -153,3 +226,11 @@ def test_a_process_that_is_killed(scene: Scene, tmp_path: Path) -> None:
     for number in (scene.stages["journal"][len(scene.stages["journal"]) // 2], scene.stages["publish"][-1]):
         assert names(tmp_path / str(number)) > {"out.work"}
         resume(tmp_path / str(number), scene)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        if sys.argv[1] != WAYS[0]:
+            little_memory(patched.setattr)
+        run_killed(*map(Path, sys.argv[2:6]), [int(text) for text in sys.argv[6:]])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.runtime import load
 from moec.runtime.engine.beam import BeamOptions, beam_search
-from tests.gates.bundles import emit_bundle
+from tests.gates.bundles import emit_bundle, stepwise_logits
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, save_tiny_switch
 
@@ -38,10 +38,7 @@ def test_logits_equal_transformers(made: tuple[Path, Path]) -> None:
     """Compare encoder, a prefill of the decoder, and decode steps."""
     expected = Oracle(made[0]).logits(PROMPT, TOKENS)
     with load(made[1], expert_cache="100%", context=128) as engine:
-        rows = [engine.logits(TOKENS[:PREFILL], PROMPT)]
-        for position in range(PREFILL, len(TOKENS)):
-            rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))
-    found = np.concatenate(rows)
+        found = stepwise_logits(engine, TOKENS, PREFILL, PROMPT)
     assert np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 

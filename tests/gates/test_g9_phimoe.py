@@ -18,7 +18,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.runtime import load
 from moec.runtime.layers.routing import RoutingRule
-from tests.gates.bundles import emit_bundle
+from tests.gates.bundles import emit_bundle, stepwise_logits
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import VOCABULARY
 
@@ -78,10 +78,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
 def decoded(bundle: Path, context: int, tokens: list[int], prompt: int) -> np.ndarray:
     """Return the logits of a prompt, and of the tokens after it, one by one."""
     with load(bundle, expert_cache="100%", context=context) as engine:
-        rows = [engine.logits(tokens[:prompt])]
-        for position in range(prompt, len(tokens)):
-            rows.append(engine.model.logits(engine.step([tokens[position]], [0], [position])))
-        return np.concatenate(rows)
+        return stepwise_logits(engine, tokens, prompt)
 
 
 def differ(found: np.ndarray, expected: np.ndarray) -> float:

@@ -18,12 +18,10 @@ from moec.cli.commands.measuring.simulate import with_prefetch_rule
 from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
-from moec.compiler.bundle.emit import BundleContent, emit, finish
-from moec.compiler.bundle.publish import publish_directory
+from moec.compiler.bundle.emit import BundleContent
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.loading import load_profile
@@ -33,7 +31,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.simulation.recorded_advice import recorded_advice
 from moec.runtime.simulation.timeline import DeviceRates
-from tests.gates.bundles import DEVICE
+from tests.gates.bundles import DEVICE, publish_plan, stepwise_logits
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.oracle
@@ -74,14 +72,9 @@ def scoring(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(folder: Path, scoring: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lowering, disk = _static(lower(open_checkpoint(str(folder))), scoring), Disk()
-    target = tmp_path_factory.mktemp("static") / "bundle"
-    partial = target.with_name("bundle.partial")
+    lowering = _static(lower(open_checkpoint(str(folder))), scoring)
     plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, lowering.float_type)
-    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, disk=disk)
-    finish(partial, manifest, b"{}\n", b"# test\n", disk)
-    publish_directory(disk, partial, target)
-    return target
+    return publish_plan(lowering, BundleContent(plan, DEVICE), tmp_path_factory.mktemp("static") / "bundle")
 
 
 def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
@@ -105,10 +98,8 @@ def run(bundle: Path, cache: str, prefetch: str) -> tuple[np.ndarray, Any]:
     """Return the logits of a prompt and of 32 tokens after it, and the engine's statistics."""
     with load(bundle, expert_cache=cache, prefetch=prefetch, context=64) as engine:
         engine.cache.finish_warming()
-        rows = [engine.logits(TOKENS[:28])]
-        for position in range(28, len(TOKENS)):
-            rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))
-        return np.concatenate(rows), (engine.cache.stats, engine.model.advice_by_layer())
+        logits = stepwise_logits(engine, TOKENS, 28)
+        return logits, (engine.cache.stats, engine.model.advice_by_layer())
 
 
 @pytest.mark.gate("G9")

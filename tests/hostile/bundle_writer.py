@@ -1,4 +1,4 @@
-"""Write whole bundles from the dataclasses: weights of a chosen kind, correct sizes and digests."""
+"""Write whole bundles from the dataclasses: weights of a chosen kind, correct sizes and digests. And a tiny one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moec.manifests.bundle import (
     DENSE_NAME,
     MANIFEST_NAME,
+    QUALITY_NAME,
     TABLES_NAME,
     BundleManifest,
     CalibrationSummary,
@@ -32,12 +34,13 @@ from moec.manifests.bundle import (
     version_of,
 )
 from moec.manifests.codec import encode_manifest
-from moec.manifests.model import ExpertKey, ModelSpec
+from moec.manifests.model import AttentionSpec, ExpertKey, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import LAYOUT, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 from moec.manifests.safetensors_header import build_header
 
 BF16, FP16 = QuantSpec.parse("bf16"), QuantSpec.parse("fp16")
 KINDS_OF_WEIGHTS = ("numbers", "zeros", "spoiled", "huge", "bytes")
+NO_DEVICE = DeviceSummary("none", "0" * 64, 1 << 30, 1 << 20)
 Specs = dict[str, QuantSpec]
 """The format of each projection of an expert."""
 _SPOILT_HALVES = (0x7C00, 0xFC00, 0x7E00, 0xFFFF, 0x7BFF, 0x0001)  # inf, -inf, NaN twice, the largest, the smallest
@@ -56,8 +59,8 @@ class Weights:
     source: random.Random
     kind: str = "numbers"
 
-    def matrix(self, rows: int, columns: int, spec: QuantSpec) -> bytes:
-        """Return a packed matrix."""
+    def matrix(self, rows: int, columns: int, spec: QuantSpec, name: str) -> bytes:
+        """Return a packed matrix. name: of the weight, for writers whose bytes follow from it."""
         size = spec.packed_bytes(rows, columns)
         if self.kind == "zeros":
             return bytes(size)
@@ -79,7 +82,7 @@ class Weights:
             records[:, :, : 2 * count] = scales.reshape(blocks, groups, -1)
         return data.tobytes()
 
-    def vector(self, size: int, spec: QuantSpec) -> bytes:
+    def vector(self, size: int, spec: QuantSpec, name: str) -> bytes:
         """Return a norm or a bias."""
         if self.kind == "zeros":
             return bytes(2 * size)
@@ -121,6 +124,7 @@ class BundlePlan:
     files: other files by name.
     read_share: expected bytes per token, as a share of the largest possible value.
     calibration_seed: seed of the calibration entry; None: no entry.
+    is_dense_reversed: the file of the dense weights has them in another order than the manifest.
     """
 
     model: ModelSpec
@@ -132,6 +136,8 @@ class BundlePlan:
     name: str = "tiny"
     read_share: float = 1.0
     calibration_seed: int | None = None
+    device: DeviceSummary = NO_DEVICE
+    is_dense_reversed: bool = False
 
 
 class _Folder:
@@ -154,7 +160,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
     dense = _write_dense(files, plan, weights)
     experts = _write_experts(files, plan.model, plan.experts, experts_file_name, weights)
     low = _write_experts(files, plan.model, plan.low, low_experts_file_name, weights)
-    _write_tables(files, {**empty_tables(plan.model), **plan.tables})
+    files.write(TABLES_NAME, tables_file({**empty_tables(plan.model), **plan.tables}))
     for name, data in plan.files.items():
         files.write(name, data)
     seed = plan.calibration_seed
@@ -165,7 +171,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
         certified=True,
         layout=LAYOUT,
         model=plan.model,
-        device=DeviceSummary("none", "0" * 64, 1 << 30, 1 << 20),
+        device=plan.device,
         cost=_cost(plan, experts, dense),
         calibration=None if seed is None else CalibrationSummary("none", "0" * 64, 1, 2, seed, ("0.1",)),
         source=SourceSummary("none", ()),
@@ -208,25 +214,31 @@ def tokenizer_json(vocabulary: int) -> bytes:
 
 
 def _write_dense(files: _Folder, plan: BundlePlan, weights: Weights) -> tuple[DenseEntry, ...]:
-    tensors, blobs, entries = dict[str, tuple[str, tuple[int, ...]]](), list[bytes](), list[DenseEntry]()
+    tensors, entries = dict[str, tuple[str, tuple[int, ...], bytes]](), list[DenseEntry]()
     for name, shape in plan.model.dense_shapes().items():
         spec = plan.dense[name]
-        blob = weights.vector(shape[0], spec) if len(shape) == 1 else weights.matrix(shape[0], shape[1], spec)
+        blob = weights.vector(*shape, spec, name) if len(shape) == 1 else weights.matrix(*shape, spec, name)
         floats = "BF16" if spec.float_type == "bfloat16" else "F16"
-        tensors[name] = (floats, shape) if len(shape) == 1 else ("U8", (len(blob),))
-        blobs.append(blob)
+        tensors[name] = (floats, shape, blob) if len(shape) == 1 else ("U8", (len(blob),), blob)
         entries.append(DenseEntry(name, shape, spec, xxhash.xxh3_128_hexdigest(blob)))
-    files.write(DENSE_NAME, build_header(tensors), *blobs)
+    order = [*reversed(tensors)] if plan.is_dense_reversed else [*tensors]
+    header = build_header({name: tensors[name][:2] for name in order})
+    files.write(DENSE_NAME, header, *(tensors[name][2] for name in order))
     return tuple(entries)
 
 
-def _expert_blob(model: ModelSpec, layer: int, specs: Specs, weights: Weights) -> bytes:
+def unit_name(layer: int, expert: int, projection: str) -> str:
+    return f"{layer}.{expert}.{projection}"
+
+
+def _expert_blob(model: ModelSpec, key: ExpertKey, specs: Specs, weights: Weights) -> bytes:
+    layer = key.layer
     if specs["up"].is_pruned:
         return b""
     offsets, size = unit_offsets(model, layer, specs)
     blob = bytearray(size)
     for projection, spec in specs.items():
-        data = weights.matrix(*model.unit_shape(layer, projection), spec)
+        data = weights.matrix(*model.unit_shape(layer, projection), spec, unit_name(layer, key.expert, projection))
         blob[offsets[projection] : offsets[projection] + len(data)] = data
     return bytes(blob)
 
@@ -241,7 +253,7 @@ def _write_experts(
     entries = list[ExpertEntry]()
     for layer in sorted({key.layer for key in experts}):
         own = {key.expert: specs for key, specs in sorted(experts.items()) if key.layer == layer}
-        blobs = {expert: _expert_blob(model, layer, specs, weights) for expert, specs in own.items()}
+        blobs = {expert: _expert_blob(model, ExpertKey(layer, expert), specs, weights) for expert, specs in own.items()}
         header = build_header({expert_tensor_name(expert): ("U8", (len(blob),)) for expert, blob in blobs.items()})
         name, end = file_name(layer), len(header)
         for expert, blob in blobs.items():
@@ -253,10 +265,13 @@ def _write_experts(
     return tuple(entries)
 
 
-def _write_tables(files: _Folder, tables: dict[str, np.ndarray]) -> None:
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64"}
-    header = build_header({name: (kinds[values.dtype.str], values.shape) for name, values in tables.items()})
-    files.write(TABLES_NAME, header, *(values.tobytes() for values in tables.values()))
+def tables_file(tables: Mapping[str, np.ndarray], alignment_bytes: int = 4096) -> bytes:
+    """Return the bytes of a file of tables."""
+    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
+    header = build_header(
+        {name: (kinds[values.dtype.str], values.shape) for name, values in tables.items()}, alignment_bytes
+    )
+    return header + b"".join(values.tobytes() for values in tables.values())
 
 
 def _cost(plan: BundlePlan, experts: tuple[ExpertEntry, ...], dense: tuple[DenseEntry, ...]) -> CostSummary:
@@ -280,3 +295,59 @@ def _cost(plan: BundlePlan, experts: tuple[ExpertEntry, ...], dense: tuple[Dense
         minimum_expert_bytes=max(top),
         kv_bytes_per_position=model.kv_bytes_per_position,
     )
+
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+VOCABULARY = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+ATTENTION = AttentionSpec(2, 1, 16, RopeSpec(10000.0, 16))
+EXPERTS = ExpertsSpec(4, 2, 32, "silu", RouterSpec("softmax", True))
+MODEL = ModelSpec(
+    family="mixtral",
+    hidden_size=32,
+    vocab_size=VOCABULARY,
+    max_positions=512,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    layers=(LayerSpec(ATTENTION, EXPERTS),) * 2,
+    eos_token_ids=(2,),
+)
+"""The model of the bundle that seeds change: a few ten thousand bytes."""
+
+
+def write_tiny_bundle(folder: Path, model: ModelSpec = MODEL, left_out: Sequence[ExpertKey] = ()) -> BundleManifest:
+    """Write the bundle to the new folder.
+
+    left_out: experts that are left out.
+    """
+    packed = QuantSpec.parse("q8g32")
+    dense = {
+        name: packed if len(shape) == 2 and not name.endswith("router") and packed.fits(shape[1]) else BF16
+        for name, shape in model.dense_shapes().items()
+    }
+    experts = {
+        key: dict.fromkeys(
+            model.layers[key.layer].experts.projections, QuantSpec.parse("q0" if key in left_out else "q4g32")
+        )
+        for key in model.expert_keys()
+    }
+    files = {
+        "tokenizer.json": byte_tokenizer(),
+        "tokenizer_config.json": b"{}\n",
+        "chat_template.jinja": CHAT_TEMPLATE.encode(),
+        "generation_config.json": b"{}\n",
+        "README.md": b"# A tiny model\n",
+        QUALITY_NAME: b"{}\n",
+    }
+    return write_bundle(folder, BundlePlan(model, dense, experts, files=files), Weights(random.Random(28)))
+
+
+def byte_tokenizer() -> bytes:
+    """Return a tokenizer with a token for every byte, after the special tokens. Every text can be encoded."""
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer.to_str().encode()

@@ -28,11 +28,10 @@ from moec.manifests.model import (
     RopeSpec,
     RouterSpec,
 )
-from moec.manifests.safetensors_header import build_header
 from moec.runtime.bundle.archive.layout import COMPRESSED, Chunk, encode_index
-from tests.hostile.bundle_writer import empty_tables
-from tests.hostile.seed import Seed, edit_manifest
-from tests.hostile.tiny_bundle import EXPERTS, MODEL, write_tiny_bundle
+from tests.gates.damage import edit_manifest
+from tests.hostile.bundle_writer import EXPERTS, MODEL, empty_tables, tables_file, write_tiny_bundle
+from tests.hostile.seed import Seed
 
 DONE, ACT, DAMAGED = frozenset({0}), frozenset({1}), frozenset({3})
 RUN = ("run", "{bundle}", "--prompt", "Question: a", "--max-new-tokens", "3")
@@ -231,9 +230,7 @@ def _tables_of_many_paths(bundle: Path) -> None:
     keys = np.zeros((rows, 3), np.int32)
     keys[:, 2] = np.arange(rows)
     tables = {**empty_tables(MODEL), "path.keys": keys, "path.offsets": np.zeros(rows + 1, np.int64)}
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64"}
-    header = build_header({name: (kinds[values.dtype.str], values.shape) for name, values in tables.items()})
-    (bundle / TABLES_NAME).write_bytes(header + b"".join(values.tobytes() for values in tables.values()))
+    (bundle / TABLES_NAME).write_bytes(tables_file(tables))
 
 
 QUESTION = b"Question: there are 12 boxes of 7 pens, how many pens?\n"

@@ -1,52 +1,30 @@
-"""Bundles of any size from random bytes, written with the dataclasses alone, and stores that have them for devices."""
+"""Bundles of any size from random bytes, and stores that have them for devices."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import xxhash
-
-from moec.manifests.bundle import (
-    DENSE_NAME,
-    DEVICE_NAME,
-    MANIFEST_NAME,
-    TABLES_NAME,
-    BundleManifest,
-    CostSummary,
-    DenseEntry,
-    DeviceSummary,
-    ExpertEntry,
-    FileEntry,
-    SourceSummary,
-    experts_file_name,
-    unit_offsets,
-)
-from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.bundle import DEVICE_NAME, MANIFEST_NAME, DeviceSummary
+from moec.manifests.codec import decode_manifest
 from moec.manifests.model import PROJECTIONS, AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
-from moec.manifests.quant import LAYOUT, QuantSpec
-from moec.manifests.safetensors_header import build_header
+from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
-from moec.shipping.channel import (
-    CHANNEL_VERSION,
-    Channel,
-    ChannelBundle,
-    channel_path,
-    encode_moment,
-    sign_channel,
-    signature_path,
-)
+from moec.shipping.channel import CHANNEL_VERSION, Channel, ChannelBundle, channel_path, encode_moment, signature_path
 from moec.shipping.signatures.keys import PrivateKey
 from moec.shipping.signatures.model_signature import sign_bundle
+from moec.shipping.signed_channel import sign_channel
+from tests.hostile.bundle_writer import BF16, BundlePlan, Weights, unit_name
+from tests.hostile.bundle_writer import write_bundle as write_planned
 
-UNIT, DENSE = QuantSpec.parse("q4g32"), QuantSpec.parse("bf16")
+UNIT = QuantSpec.parse("q4g32")
 NOW = datetime(2026, 11, 26, 12, tzinfo=timezone.utc)
 
 
@@ -100,99 +78,46 @@ def write_bundle(
     has_dense_reversed: the file of the dense weights has them in another order than the manifest.
     """
     shape = shape or Shape()
-    folder.mkdir(parents=True)
     files = {"quality.json": b"{}\n", "config.json": b'{"note": "%b"}\n' % note.encode(), "empty.json": b""}
-    files[TABLES_NAME] = build_header({"popularity": ("U32", (shape.layers, shape.experts))}) + bytes(
-        4 * shape.layers * shape.experts
-    )
-    files[DENSE_NAME], dense = _dense(shape.model, dense_version, changed_dense, has_dense_reversed)
+    device = DeviceSummary("host", "0" * 64, 1 << 30, 1 << 20)
     if profile is not None:
         files[DEVICE_NAME] = encode_device(profile)
-    entries, experts = _write_experts(folder, shape, version)
-    entries += [_write(folder, name, data) for name, data in files.items()]
-    manifest = BundleManifest(
-        format_version=1,
-        producer="test",
+        device = replace(device, profile=profile.name, profile_sha256=profile.sha256)
+        device = replace(device, memory_budget_bytes=profile.memory_budget_bytes)
+    keys = shape.model.expert_keys()
+    dense = shape.model.dense_shapes()
+    contents = {name: f"dense {name} {dense_version} {name in changed_dense}" for name in dense}
+    for key in keys:
+        number = version(key.layer, key.expert)
+        names = (unit_name(key.layer, key.expert, projection) for projection in PROJECTIONS)
+        contents.update({name: f"{name} {number}" for name in names})
+    plan = BundlePlan(
+        shape.model,
+        dict.fromkeys(dense, BF16),
+        dict.fromkeys(keys, dict.fromkeys(PROJECTIONS, UNIT)),
+        files=files,
         name=name,
-        certified=True,
-        layout=LAYOUT,
-        model=shape.model,
-        device=_device(profile),
-        cost=_cost(shape, experts),
-        calibration=None,
-        source=SourceSummary("source", ()),
-        options={},
-        required_cpu_features=(),
-        dense=dense,
-        experts=tuple(experts),
-        files=tuple(sorted(entries, key=lambda entry: entry.name)),
+        device=device,
+        is_dense_reversed=has_dense_reversed,
     )
-    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    write_planned(folder, plan, _Named(random.Random(), contents=contents))
     return folder
 
 
-def _write_experts(
-    folder: Path, shape: Shape, version: Callable[[int, int], int]
-) -> tuple[list[FileEntry], list[ExpertEntry]]:
-    """Write a file for each layer. Returns the manifest's entries of the files and of the experts."""
-    files, experts = list[FileEntry](), list[ExpertEntry]()
-    for layer in range(shape.layers):
-        file = experts_file_name(layer)
-        _, size = unit_offsets(shape.model, layer, dict.fromkeys(PROJECTIONS, UNIT))
-        data = bytearray(build_header({f"experts.{at:05d}": ("U8", (size,)) for at in range(shape.experts)}))
-        for expert in range(shape.experts):
-            blob = _bytes(f"{layer} {expert} {version(layer, expert)}", size)
-            digest = xxhash.xxh3_128_hexdigest(blob)
-            experts.append(ExpertEntry(layer, expert, file, len(data), size, digest, UNIT, UNIT, UNIT))
-            data += blob
-        files.append(_write(folder, file, data))
-    return files, experts
+@dataclass(frozen=True, slots=True)
+class _Named(Weights):
+    """Bytes that follow from a text alone and cannot be compressed.
 
+    contents: name of a weight -> text.
+    """
 
-def _bytes(seed: str, size: int) -> bytes:
-    """Bytes that depend on the seed alone and cannot be compressed."""
-    return hashlib.shake_128(seed.encode()).digest(size)
+    contents: dict[str, str] = field(default_factory=dict)
 
+    def matrix(self, rows: int, columns: int, spec: QuantSpec, name: str) -> bytes:
+        return hashlib.shake_128(self.contents[name].encode()).digest(spec.packed_bytes(rows, columns))
 
-def _write(folder: Path, name: str, data: bytes | bytearray) -> FileEntry:
-    (folder / name).write_bytes(data)
-    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
-
-
-def _device(profile: DeviceProfile | None) -> DeviceSummary:
-    if profile is None:
-        return DeviceSummary("host", "0" * 64, 1 << 30, 1 << 20)
-    return DeviceSummary(profile.name, profile.sha256, profile.memory_budget_bytes, 1 << 20)
-
-
-def _dense(
-    model: ModelSpec, version: int, changed: Collection[str], is_reversed: bool
-) -> tuple[bytes, tuple[DenseEntry, ...]]:
-    shapes = model.dense_shapes()
-    sizes = {name: 2 * shape[0] if len(shape) == 1 else DENSE.packed_bytes(*shape) for name, shape in shapes.items()}
-    tensors = {name: ("BF16", shape) if len(shape) == 1 else ("U8", (sizes[name],)) for name, shape in shapes.items()}
-    parts = {name: _bytes(f"dense {name} {version} {name in changed}", size) for name, size in sizes.items()}
-    order = list(reversed(parts)) if is_reversed else list(parts)
-    data = build_header({name: tensors[name] for name in order}) + b"".join(parts[name] for name in order)
-    return data, tuple(
-        DenseEntry(name, shape, DENSE, xxhash.xxh3_128_hexdigest(parts[name])) for name, shape in shapes.items()
-    )
-
-
-def _cost(shape: Shape, experts: Sequence[ExpertEntry]) -> CostSummary:
-    model, padded = shape.model, experts[0].size_bytes
-    rows = {projection: model.unit_shape(0, projection) for projection in PROJECTIONS}
-    packed = sum(count * round(UNIT.row_bytes(columns)) for count, columns in rows.values())
-    weights = sum(count * columns for count, columns in rows.values())
-    return CostSummary(
-        expert_packed_bytes=len(experts) * packed,
-        expert_padded_bytes=len(experts) * padded,
-        dense_packed_bytes=sum(2 * math.prod(each) for each in model.dense_shapes().values()),
-        expert_bits_per_weight=8 * packed / weights,
-        expected_read_bytes_per_token=shape.layers * padded,
-        minimum_expert_bytes=padded,
-        kv_bytes_per_position=model.kv_bytes_per_position,
-    )
+    def vector(self, size: int, spec: QuantSpec, name: str) -> bytes:
+        return hashlib.shake_128(self.contents[name].encode()).digest(2 * size)
 
 
 def content(folder: Path) -> dict[str, bytes]:

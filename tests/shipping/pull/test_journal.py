@@ -1,4 +1,4 @@
-"""The journal: what a killed pull finds again, what a power cut voids, and lines that are cut."""
+"""The journal: what a killed pull finds again, what a power cut voids, and lines that are cut. Its ranges of bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moec.shipping.pull.intervals import Intervals
 from moec.shipping.pull.journal import Journal, boot_name, finished_ranges
 
 DIGEST = "ab" * 32
+SIZE = 40
+places = st.integers(0, SIZE)
 
 
 def ranges(path: Path, boot: str = "one", digest: str = DIGEST) -> dict[int, list[tuple[int, int]]]:
@@ -97,3 +102,22 @@ def test_the_name_of_a_boot(tmp_path: Path) -> None:
     assert boot_name(tmp_path / "none") == ""
     (tmp_path / "odd").write_text("a b\nc")
     assert boot_name(tmp_path / "odd") == ""
+
+
+@given(st.lists(st.tuples(places, places), max_size=12), places, places)
+def test_intervals_are_a_set_of_bytes(added: list[tuple[int, int]], start: int, end: int) -> None:
+    found, expected = Intervals(), set[int]()
+    for first, last in added:
+        found.add(first, last)
+        expected |= set(range(first, last))
+    assert found.size_bytes == len(expected)
+    missing = [at for first, last in found.missing(SIZE) for at in range(first, last)]
+    assert missing == sorted(set(range(SIZE)) - expected)
+    assert found.has(start, end) == (set(range(start, end)) <= expected)
+    assert found.end_from(start) == next(at for at in range(start, SIZE + 1) if at not in expected)
+    if start <= end:
+        assert found.overlap_bytes(start, end) == len(expected & set(range(start, end)))
+    gaps = found.missing(SIZE)
+    assert all(last < first for (_, last), (first, _) in itertools.pairwise(gaps))
+    found.clear()
+    assert found.size_bytes == 0 and found.missing(SIZE) == [(0, SIZE)]

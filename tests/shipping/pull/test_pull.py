@@ -24,8 +24,9 @@ from moec.manifests.errors import (
     StoreFailed,
     TryAgain,
 )
-from moec.shipping.installed.device import roll_back
 from moec.shipping.installed.places import Places, locked
+from moec.shipping.installed.rollback import roll_back
+from moec.shipping.pull.fetch import FetchOptions, RateLimit
 from moec.shipping.store.file_store import FileStore
 from tests.shipping.devices import CountingStore, Device, Events
 from tests.shipping.model_bundles import (
@@ -239,6 +240,13 @@ def test_a_mix_of_two_bundles_is_refused(device: Device, bundles: list[Path]) ->
     shutil.copy(f"{second}.sig", f"{first}.sig")
     with pytest.raises(SignatureInvalid):
         device.pull()
+
+
+def test_a_rate_counts_what_is_fetched(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int]()
+    monkeypatch.setattr(RateLimit, "take", lambda limit, size_bytes: taken.append(size_bytes))
+    device.pull(fetch=FetchOptions(most_bytes_per_s=4_000_000))
+    assert sum(taken) == device.events.plans[0].fetched_bytes
 
 
 class HeldStore(CountingStore):

@@ -79,7 +79,7 @@ def test_a_damaged_source_is_not_copied(device: Device) -> None:
     source = device.folder / "current" / experts_file_name(1)
     with source.open("r+b") as file:
         file.seek(source.stat().st_size - 1)
-        file.write(b"\0")
+        file.write(b"\1")
     pulled(device)
     installed = device.folder / sha256_of(device.store.parent / "first")[:16]
     assert digests(installed)[source.name] != digests(device.store.parent / "first")[source.name]

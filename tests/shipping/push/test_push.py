@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -23,18 +28,21 @@ from moec.manifests.errors import (
 from moec.manifests.progress import Progress
 from moec.profiles.loading import load_profile
 from moec.runtime.memory.budget import nominal_memory
-from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path, verify_channel
-from moec.shipping.push_bundles import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
-from moec.shipping.signatures.keys import PrivateKey, PublicKey
+from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path
+from moec.shipping.push.push import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
+from moec.shipping.signatures.keys import PrivateKey, PublicKey, make_key_pair, read_public_key
 from moec.shipping.signatures.model_signature import sign_bundle, signature_file, verify_signature
+from moec.shipping.signed_channel import verify_channel
 from moec.shipping.store.file_store import FileStore
 from moec.shipping.store.interface import Sent, Store
 from tests.runtime.tiny_bundle import write_bundle as write_tiny_bundle
 from tests.shipping.devices import Device
-from tests.shipping.model_bundles import NOW, digests, sha256_of, write_bundle
+from tests.shipping.model_bundles import NOW, Shape, digests, sha256_of, write_bundle
 from tests.shipping.signing_keys import signing_key
 
 KEY, OTHER = signing_key(), signing_key("other")
+KILLS = 100 if os.environ.get("MOEC_FULL_GATES") else 3
+SHAPE = Shape(layers=6, experts=8, hidden=256, width=512, vocabulary=1024)
 BOARD, PHONE = load_profile("raspberry-pi-5-nvme"), load_profile("xiaomi-17")
 
 
@@ -343,3 +351,35 @@ def test_a_damaged_manifest_on_the_store_is_no_source(tmp_path: Path, boards: li
 def test_moments_are_in_order(tmp_path: Path, boards: list[Path]) -> None:
     channel = push(tmp_path / "store", boards[0]).channel
     assert decode_moment(channel.expires) - decode_moment(channel.created) == timedelta(days=90)
+
+
+@pytest.mark.gate("G13")
+def test_a_killed_push_leaves_a_usable_store(tmp_path: Path) -> None:
+    """The push is killed at any moment. Devices can use the store, and the next push completes it."""
+
+    def start(bundle: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "moec.cli.main", "push", bundle, store, "--key", tmp_path / "fleet.pem"]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    bundles = [write_bundle(tmp_path / f"v{at}", SHAPE, lambda layer, expert, at=at: at) for at in range(2)]
+    make_key_pair(tmp_path / "fleet.pem")
+    key, store = read_public_key(tmp_path / "fleet.pub"), tmp_path / "store"
+    started = time.monotonic()
+    assert start(bundles[0]).wait() == 0
+    usual_s = time.monotonic() - started
+    draw, killed = random.Random(KILLS), 0
+    for kill in range(KILLS):
+        process = start(bundles[1])
+        time.sleep(draw.uniform(0.3, 1.0) * usual_s)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        channel = verify_channel((store / channel_path("stable")).read_bytes(), [key], "stable")
+        device = Device(tmp_path / f"device{kill}", store, [key])
+        device.pull()
+        assert device.current == digests(bundles[0 if channel.sequence == 1 else 1])
+    assert start(bundles[1]).wait() == 0
+    device = Device(tmp_path / "device", store, [key])
+    device.pull()
+    assert device.current == digests(bundles[1])
+    assert not [path for path in store.rglob("*") if path.suffix in (".partial", ".writing")]
+    assert killed or KILLS < 10

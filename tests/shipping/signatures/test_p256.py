@@ -1,8 +1,17 @@
-"""ECDSA over P-256 with the standard library gives the verdicts of `cryptography`, and of vectors made to be hard."""
+"""ECDSA over P-256 with the standard library gives the verdicts of `cryptography`, and of vectors made to be hard.
+
+The vectors are signatures that a signer would not make by chance, each with the key that it fits. A signature (r, s)
+over a message with digest e fits the key Q if r is the x, mod n, of R = (e / s) G + (r / s) Q. So for any R, s and
+message there is a key Q = (s / r) R - (e / r) G. The arithmetic here is affine and slow, and shares nothing with
+`p256.py` but the constants.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from cryptography.exceptions import InvalidSignature
@@ -12,16 +21,213 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.shipping.signatures import p256
-from tests.shipping.signatures.made_signatures import (
-    MESSAGE,
-    Vector,
-    encoded,
-    finite,
-    made_vectors,
-    multiply,
-    other_encodings,
-    signed_with,
-)
+
+Point = tuple[int, int] | None
+"""None: the point at infinity."""
+MESSAGE = b"a message"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A key, a signature over MESSAGE, and the verdict."""
+
+    name: str
+    key: tuple[int, int]
+    signature: bytes
+    is_valid: bool
+
+
+def add(first: Point, second: Point) -> Point:
+    if first is None or second is None:
+        return second if first is None else first
+    (x1, y1), (x2, y2) = first, second
+    if x1 == x2 and (y1 + y2) % p256.P == 0:
+        return None
+    rise, run = (3 * x1 * x1 - 3, 2 * y1) if first == second else (y2 - y1, x2 - x1)
+    slope = rise * pow(run, -1, p256.P)
+    x = (slope * slope - x1 - x2) % p256.P
+    return x, (slope * (x1 - x) - y1) % p256.P
+
+
+def multiply(factor: int, point: Point) -> Point:
+    total: Point = None
+    for bit in bin(factor % p256.N)[2:]:
+        total = add(total, total)
+        if bit == "1":
+            total = add(total, point)
+    return total
+
+
+def finite(point: Point) -> tuple[int, int]:
+    if point is None:
+        raise ValueError("expected a point with coordinates")
+    return point
+
+
+def point_at(x: int) -> tuple[int, int]:
+    """Return the point with the first x from here on that has one."""
+    while True:
+        square = (x**3 - 3 * x + p256.B) % p256.P
+        y = pow(square, (p256.P + 1) // 4, p256.P)
+        if y * y % p256.P == square:
+            return x, y
+        x += 1
+
+
+def integer(number: int) -> bytes:
+    """Return a DER integer, also of a negative number."""
+    size = number.bit_length() // 8 + 1
+    return bytes([2, size]) + number.to_bytes(size, "big", signed=True)
+
+
+def encoded(r: int, s: int) -> bytes:
+    content = integer(r) + integer(s)
+    return bytes([0x30, len(content)]) + content
+
+
+def digest_of(message: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(message).digest(), "big")
+
+
+def key_for(nonce_point: tuple[int, int], s: int) -> tuple[int, int]:
+    """Return the key for which (x of the point mod n, s) is a signature over MESSAGE."""
+    inverse = pow(nonce_point[0] % p256.N, -1, p256.N)
+    left = multiply(s * inverse, nonce_point)
+    right = multiply(-digest_of(MESSAGE) * inverse, p256.GENERATOR)
+    return finite(add(left, right))
+
+
+def signed_with(secret: int, nonce: int = 12345) -> tuple[int, int]:
+    """Return the signature over MESSAGE by the textbook."""
+    r = finite(multiply(nonce, p256.GENERATOR))[0] % p256.N
+    return r, pow(nonce, -1, p256.N) * (digest_of(MESSAGE) + r * secret) % p256.N
+
+
+MADE_SECRET = 987654321
+KEY = finite(multiply(MADE_SECRET, p256.GENERATOR))
+
+
+def made_vectors() -> Iterator[Vector]:
+    """Yield signatures with numbers at the ends of their ranges, and keys at the special points of the addition."""
+    yield from _numbers_out_of_range()
+    yield from _points_at_the_ends()
+    yield from _zeros_of_der()
+    yield from _special_keys()
+
+
+def _numbers_out_of_range() -> Iterator[Vector]:
+    """A signature that is valid, and pairs of numbers next to it."""
+    n = p256.N
+    r, s = signed_with(MADE_SECRET)
+    yield Vector("textbook", KEY, encoded(r, s), True)
+    yield Vector("the other s", KEY, encoded(r, n - s), True)
+    for name, pair in {
+        "r is 0": (0, s),
+        "s is 0": (r, 0),
+        "both are 0": (0, 0),
+        "r is n": (n, s),
+        "s is n": (r, n),
+        "r is 1, s is 1": (1, 1),
+        "s is larger by n": (r, s + n),
+        "r is negative": (r - n, s),
+        "s is negative": (r, s - n),
+        "both change places": (s, r),
+        "s is -1": (r, -1),
+        "r is p": (p256.P, s),
+    }.items():
+        yield Vector(name, KEY, encoded(*pair), False)
+
+
+def _points_at_the_ends() -> Iterator[Vector]:
+    """Signatures whose nonce has a point with an x that is large or small, or whose s is at an end."""
+    n = p256.N
+    # An x between n and p is larger than r: x mod n has to be compared.
+    large = point_at(n)
+    large_key = key_for(large, 77)
+    yield Vector("x is at least n", large_key, encoded(large[0] - n, 77), True)
+    yield Vector("r is x, at least n", large_key, encoded(large[0], 77), False)
+    small = point_at(1)
+    small_key = key_for(small, 77)
+    yield Vector("r is small", small_key, encoded(small[0], 77), True)
+    yield Vector("r is small, and larger by n", small_key, encoded(small[0] + n, 77), False)
+
+    for name, number in {"s is 1": 1, "s is n - 1": n - 1, "s is a power of two": 1 << 255}.items():
+        nonce_point = finite(multiply(4242, p256.GENERATOR))
+        yield Vector(name, key_for(nonce_point, number), encoded(nonce_point[0] % n, number), True)
+
+
+def _zeros_of_der() -> Iterator[Vector]:
+    """A number of 32 bytes whose first bit is set has a zero before it. Without the zero it is negative."""
+    nonce = next(nonce for nonce in range(1, 99) if min(signed_with(MADE_SECRET, nonce)) >> 255)
+    high = encoded(*signed_with(MADE_SECRET, nonce))
+    yield Vector("both numbers need a zero", KEY, high, True)
+    yield Vector("r lacks its zero", KEY, bytes([0x30, 69, 2, 32]) + high[5:], False)
+    yield Vector("s lacks its zero", KEY, bytes([0x30, 69]) + high[2:37] + bytes([2, 32]) + high[40:], False)
+
+
+def _special_keys() -> Iterator[Vector]:
+    n = p256.N
+    # The sum is the point at infinity, which has no x.
+    infinite = finite(multiply(-digest_of(MESSAGE) * pow(5, -1, n), p256.GENERATOR))
+    yield Vector("the sum is at infinity", infinite, encoded(5, 9), False)
+
+    # The table of the two factors holds a doubled point, or the point at infinity.
+    for name, special in {
+        "the key is G": 1,
+        "the key is -G": n - 1,
+        "the key is 2 G": 2,
+        "the key is -2 G": n - 2,
+    }.items():
+        yield Vector(name, finite(multiply(special, p256.GENERATOR)), encoded(*signed_with(special)), True)
+        wrong_r, wrong_s = signed_with(special)
+        yield Vector(
+            f"{name}, wrong s", finite(multiply(special, p256.GENERATOR)), encoded(wrong_r, wrong_s + 1), False
+        )
+
+
+def other_encodings(signature: bytes) -> dict[str, bytes]:
+    """Return encodings of the same two numbers, and of nearly the same, that DER does not allow."""
+    r_end = 4 + signature[3]
+    first, second = signature[2:r_end], signature[r_end:]
+
+    def sequence(content: bytes) -> bytes:
+        return bytes([0x30, len(content)]) + content
+
+    def padded(number: bytes) -> bytes:
+        return bytes([2, number[1] + 1, 0]) + number[2:]
+
+    return {
+        "nothing": b"",
+        "one byte": b"\x30",
+        "an empty sequence": b"\x30\0",
+        "zeros": bytes(len(signature)),
+        "a byte after the end": signature + b"\0",
+        "cut by a byte": signature[:-1],
+        "a length that is too large": bytes([0x30, signature[1] + 1]) + signature[2:],
+        "a length that is too small": bytes([0x30, signature[1] - 1]) + signature[2:],
+        "a length in long form": bytes([0x30, 0x81, signature[1]]) + signature[2:],
+        "a length in longer form": bytes([0x30, 0x82, 0, signature[1]]) + signature[2:],
+        "an indefinite length": b"\x30\x80" + signature[2:] + b"\0\0",
+        "a set": b"\x31" + signature[1:],
+        "another tag of r": sequence(b"\x03" + first[1:] + second),
+        "another tag of s": sequence(first + b"\x0a" + second[1:]),
+        "a needless zero in r": sequence(padded(first) + second),
+        "a needless zero in s": sequence(first + padded(second)),
+        "two needless zeros": sequence(padded(padded(first)) + second),
+        "r without bytes": sequence(b"\2\0" + second),
+        "s without bytes": sequence(first + b"\2\0"),
+        "r alone": sequence(first),
+        "three numbers": sequence(first + second + b"\2\1\1"),
+        "a null after s": sequence(first + second + b"\5\0"),
+        "r with a length in long form": sequence(bytes([2, 0x81, first[1]]) + first[2:] + second),
+        "r reaches over the end": sequence(bytes([2, 0x7F]) + first[2:] + second),
+        "s reaches over the end": sequence(first + bytes([2, second[1] + 1]) + second[2:]),
+        "r and s as plain numbers": first[-32:] + second[-32:],
+        "a sequence in a sequence": sequence(signature),
+        "a needless zero, and the end": sequence(first + b"\2\2\0"),
+        "r of 40 bytes": sequence(bytes([2, 40, 1]) + bytes(7) + first[-32:] + second),
+    }
+
 
 EXAMPLES = 40 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
 ALGORITHM = ec.ECDSA(hashes.SHA256())

@@ -33,7 +33,6 @@ class DavServer(FileServer):
     has_copies: bool = True
     keeps_bytes: int = 1 << 60
     upload_faults: list[Fault] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
@@ -93,7 +92,6 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
             self._head(409, 0)
         else:
             target.mkdir()
-            self.files.made.append(path)
             self._head(201, 0)
 
     def do_COPY(self) -> None:

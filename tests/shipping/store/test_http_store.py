@@ -49,11 +49,6 @@ def stored(dav: DavServer, bundle: str = BUNDLE) -> Path:
     return dav.folder / "fleet" / "models" / bundle / NAME
 
 
-def test_missing_folders_are_made(dav: DavServer, tmp_path: Path, opened: Opening) -> None:
-    push(opened(), tmp_path)
-    assert dav.made == ["fleet", "fleet/models", f"fleet/models/{BUNDLE}"]
-
-
 def test_a_server_without_webdav(dav: DavServer, tmp_path: Path, opened: Opening) -> None:
     """Folders are not needed, and equal files are sent again."""
     dav.has_collections = dav.has_copies = False
@@ -63,14 +58,6 @@ def test_a_server_without_webdav(dav: DavServer, tmp_path: Path, opened: Opening
         assert stored(dav, bundle).read_bytes() == WEIGHTS
     assert dav.received_bytes > 3 * len(WEIGHTS)
     assert [request.method for request in dav.requests].count("COPY") == 1, "it is not asked again"
-
-
-def test_equal_files_are_copied_on_the_server(dav: DavServer, tmp_path: Path, opened: Opening) -> None:
-    store = opened()
-    push(store, tmp_path)
-    push(store, tmp_path, OTHER)
-    assert stored(dav, OTHER).read_bytes() == WEIGHTS
-    assert dav.received_bytes < 1.1 * len(WEIGHTS)
 
 
 @pytest.mark.parametrize("status", [301, 403, 404, 413, 500, 507])

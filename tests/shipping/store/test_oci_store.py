@@ -1,4 +1,4 @@
-"""A store in a registry: layers of ModelPack, blobs in chunks that survive cuts, user and password."""
+"""A store in a registry: layers of ModelPack, blobs in chunks that survive cuts, passwords and tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from urllib.parse import urlsplit
 import pytest
 
 from moec.manifests.errors import StoreFailed
-from moec.shipping.store.access import Login
-from moec.shipping.store.interface import SourceFile
-from moec.shipping.store.oci_registry import MAX_MANIFEST_BYTES, Registry
-from moec.shipping.store.oci_store import OciStore
+from moec.shipping.store.access import IdentityToken, Login, RegistryLogin
+from moec.shipping.store.oci.authorization import RegistryAuthorization
+from moec.shipping.store.oci.registry import MAX_MANIFEST_BYTES, Registry
+from moec.shipping.store.oci.store import OciStore
+from moec.shipping.store.source_file import SourceFile
 from tests.shipping.store.conftest import PATIENCE
-from tests.shipping.store.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.shipping.store.fake_registry import serving_uploads
+from tests.shipping.store.registry_servers import (
+    ISSUER,
+    CuttingProxy,
+    TokenServer,
+    cutting_proxy,
+    serving_tokens,
+    serving_uploads,
+)
 from tests.shipping.store.services import docker_registry
 from tests.shipping.store.test_every_store import (
     BUNDLE,
     MANIFEST,
     MANIFEST_NAME,
     NAME,
+    OTHER,
     WEIGHTS,
     push,
     read,
@@ -37,7 +45,9 @@ SECRET = "hunter2"
 LOGIN = Login("fleet", SECRET)
 HASHED = "$2b$04$CtQAhYChXb./oK6vtyARbur4QBD9e2Jy1qTn2e6/ipIeV.HT7se9C"
 """bcrypt of SECRET."""
+IDENTITY = IdentityToken(f"identity of {SECRET}")
 Opening = Callable[..., OciStore]
+Trusted = Callable[[RegistryLogin | None], OciStore]
 
 
 @pytest.fixture
@@ -81,13 +91,6 @@ def test_a_bundle_is_a_manifest_of_modelpack(registry_host: str, tmp_path: Path,
     }
     assert registry.manifest("channel-stable") is not None
     registry.close()
-
-
-def test_an_upload_goes_in_chunks(proxy: CuttingProxy, tmp_path: Path, opened: Opening) -> None:
-    push(opened(proxy.host, repository="fleet/chunks"), tmp_path)
-    patches = [head for head in proxy.heads if head.startswith(b"PATCH")]
-    assert len(patches) == -(-len(WEIGHTS) // CHUNK_BYTES) + 1, "the manifest is small"
-    assert b"Content-Range: 100000-199999\r\n" in patches[1]
 
 
 @pytest.mark.parametrize("cuts", [[50_000], [50_000, 20_000], [99_000, 99_000, 99_000]])
@@ -198,3 +201,100 @@ def test_user_and_password(tmp_path: Path, opened: Opening) -> None:
             with pytest.raises(StoreFailed, match="401") as caught:
                 push(opened(host, login), tmp_path)
             assert "wrong" not in str(caught.value)
+
+
+@pytest.fixture
+def tokens() -> Iterator[TokenServer]:
+    with serving_tokens(LOGIN, IDENTITY.text) as served:
+        yield served
+
+
+@pytest.fixture
+def trusted(tokens: TokenServer, closing: ExitStack, tmp_path: Path) -> Trusted:
+    """Open a store on a registry that takes the tokens."""
+    (tmp_path / "root.pem").write_bytes(tokens.certificate)
+    settings = (
+        f'auth: {{token: {{realm: "{tokens.url}", service: registry, issuer: {ISSUER}, '
+        f'rootcertbundle: "{tmp_path / "root.pem"}"}}}}\n'
+    )
+    host = closing.enter_context(docker_registry(tmp_path, settings))
+
+    def make(login: RegistryLogin | None) -> OciStore:
+        store = OciStore(f"oci://{host}/{REPOSITORY}", Registry(f"http://{host}", REPOSITORY, login, PATIENCE))
+        closing.callback(store.close)
+        return store
+
+    return make
+
+
+@pytest.mark.parametrize("base", ["https://registry.invalid", "http://127.0.0.1:5000"])
+@pytest.mark.parametrize("login", [LOGIN, IDENTITY])
+@pytest.mark.parametrize(
+    ("realm", "told"),
+    [
+        ("http://tokens.invalid/token", "which has no TLS"),
+        ("file:///etc/passwd", "names no server of tokens"),
+        ("https://user@tokens.invalid/", "names no server of tokens"),
+    ],
+)
+def test_a_secret_goes_to_no_other_kind_of_server(realm: str, told: str, login: RegistryLogin, base: str) -> None:
+    """Also if the registry is on this machine and has no TLS."""
+    authorization = RegistryAuthorization(base, login, PATIENCE)
+    with pytest.raises(StoreFailed, match=told) as caught:
+        authorization(f"{base}/v2/", f'Bearer realm="{realm}",service="a"')
+    assert SECRET not in str(caught.value)
+
+
+def test_what_a_challenge_asks_for() -> None:
+    url = "https://registry.invalid/v2/"
+    authorization = RegistryAuthorization("https://registry.invalid", LOGIN, PATIENCE)
+    assert authorization(url, None) is None
+    for challenge in ("", "Digest realm=a", "Bearer", 'Bearer realm="', "\0" * 100_000):
+        assert authorization(url, challenge) is None
+    assert authorization(url, 'Basic realm="registry"') == authorization(url, None) == LOGIN.header()
+    assert authorization("https://uploads.invalid/v2/", None) is None
+    assert authorization("https://uploads.invalid/v2/", 'Basic realm="registry"') is None
+    for login in (None, IDENTITY):
+        assert RegistryAuthorization("https://registry.invalid", login, PATIENCE)(url, 'Basic realm="registry"') is None
+
+
+@pytest.mark.parametrize("login", [LOGIN, IDENTITY])
+def test_a_token_of_another_server(tmp_path: Path, tokens: TokenServer, trusted: Trusted, login: RegistryLogin) -> None:
+    """One token for reading and one for writing serve all requests."""
+    store = trusted(login)
+    push(store, tmp_path)
+    push(store, tmp_path, OTHER)
+    assert read(store, f"{BUNDLE}/{NAME}", 1, 20) == WEIGHTS[1:20]
+    scopes = [asked["scope"][0].rpartition(":") for asked in tokens.asked]
+    assert [scope[0] for scope in scopes] == 2 * [f"repository:{REPOSITORY}"]
+    assert [set(scope[2].split(",")) for scope in scopes] == [{"pull"}, {"pull", "push"}]
+    for answer in (b"no JSON", b"[]", b'{"token": 3}', b'{"token": "a b"}', b'{"token": ""}', b" " * 100_000):
+        tokens.answer = answer
+        with pytest.raises(StoreFailed, match="sends no token"):
+            push(trusted(login), tmp_path)
+
+
+@pytest.mark.parametrize("lasting", [b"1" + b"0" * 400, b"-1e308", b'"1"', b"true", b"null"])
+def test_any_time_of_a_token(tokens: TokenServer, lasting: bytes) -> None:
+    tokens.answer = b'{"token": "abc", "expires_in": ' + lasting + b"}"
+    challenge = f'Bearer realm="{tokens.url}",service="a",scope="repository:a:pull"'
+    given = RegistryAuthorization("http://localhost:5000", LOGIN, PATIENCE)
+    assert given("http://localhost:5000/v2/", challenge) == given("http://localhost:5000/v2/", None) == "Bearer abc"
+
+
+def test_a_registry_that_anyone_may_read(tmp_path: Path, tokens: TokenServer, trusted: Trusted) -> None:
+    push(trusted(LOGIN), tmp_path)
+    tokens.is_open = True
+    assert read(trusted(None), f"{BUNDLE}/{NAME}", 1, 20) == WEIGHTS[1:20]
+    with pytest.raises(StoreFailed, match=r"/token`: the server answered 401"):
+        push(trusted(None), tmp_path, OTHER)
+
+
+@pytest.mark.parametrize("login", [Login("fleet", "wrong"), IdentityToken("wrong")])
+def test_credentials_that_are_refused(
+    tmp_path: Path, tokens: TokenServer, trusted: Trusted, login: RegistryLogin
+) -> None:
+    with pytest.raises(StoreFailed, match=r"/token`: the server answered 401.*check the credentials") as caught:
+        push(trusted(login), tmp_path)
+    assert "wrong" not in str(caught.value) + repr(login)
+    assert len(tokens.asked) == 2, "once, and once after the server asked for credentials"
