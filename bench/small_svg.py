@@ -112,14 +112,20 @@ def _inline_ticks(root: Element) -> None:
 
 
 def _flat(group: Element) -> list[Element]:
-    """Return the content of a group without groups that hold no style or place."""
+    """Return the content of a group without groups that hold no style or place.
+
+    Lines, ticks and labels of an axis do not overlap, and cells of a map have equal edges: sorted, more of them join.
+    """
     content = list[Element]()
     for child in group:
         if child.tag not in ("g", "defs"):
             content.append(child)
             continue
+        name = child.attrib.pop("id", "")
+        if name.startswith("QuadMesh"):
+            child[:] = sorted(child, key=lambda cell: cell.attrib.get("fill", ""))
         inner = _flat(child)
-        if child.attrib.pop("id", "").startswith("matplotlib.axis"):
+        if name.startswith("matplotlib.axis"):
             inner = _joined(sorted(inner, key=lambda element: (element.tag, element.attrib.get("class", ""))))
         if child.tag == "g" and not child.attrib:
             content += inner
