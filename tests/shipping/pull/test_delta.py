@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def test_between_two_plans_of_the_example(before: str, after: str, tmp_path: Pat
 
     G13 bounds the bytes by 1.05 times changed experts, all dense weights and 1 MB. The bound here is lower.
     """
-    old, new = (decode_manifest((KEPT / f"example-{loss}-percent.json").read_bytes(), loss) for loss in (before, after))
+    packed = {loss: (KEPT / f"example-{loss}-percent.json.xz").read_bytes() for loss in (before, after)}
+    old, new = (decode_manifest(lzma.decompress(data), loss) for loss, data in packed.items())
     delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
     _, fetched = delta.left_bytes([Intervals() for _ in new.files])
     parts = [
