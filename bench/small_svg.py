@@ -14,6 +14,7 @@ _PLACES = ("x", "y", "width", "height", "transform")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _STEP = re.compile(r"([MLQCz])([^MLQCz]*)")
 _REFERENCE = re.compile(r'(?:(?<=href="#)|(?<=url\(#))[\w-]+')
+_DEFAULTS = (("stroke-dashoffset", "0"), ("text-anchor", "start"))
 _LEAST_RUN = 3
 """Elements in a row that share a group if their class is the same."""
 
@@ -36,7 +37,8 @@ def small_svg(drawn: bytes) -> bytes:
     root[:] = _flat(root)
     style = Element("style")
     style.text = f"svg{{stroke-linejoin:round;font-family:{FONTS}}}"
-    style.text += "".join(f".{name}{{{rules}}}" for rules, name in classes.items())
+    used = {name for element in root.iter() for name in element.attrib.get("class", "").split()}
+    style.text += "".join(f".{name}{{{rules}}}" for rules, name in classes.items() if name in used)
     root.insert(1, style)
     root.attrib = {"xmlns": _SVG[1:-1], **root.attrib}
     del root.attrib["version"]
@@ -62,12 +64,13 @@ def _shorten(element: Element, classes: dict[str, str]) -> None:
         value = re.sub(r"\b0\.", ".", re.sub(r"#(.)\1(.)\2(.)\3$", r"#\1\2\3", value))
         if name == "fill" and value.startswith("#") and element.tag == "path":
             attributes["fill"] = value
-        elif name != "font-family":
+        elif name != "font-family" and (name, value) not in _DEFAULTS:
             rules.append(f"{name}:{value}")
+    looks = [";".join(rules)] if rules else []
     if "clip-path" in attributes:
-        rules.append(f"clip-path:{attributes.pop('clip-path')}")
-    if rules:
-        attributes["class"] = classes.setdefault(";".join(rules), _name(len(classes)))
+        looks.append(f"clip-path:{attributes.pop('clip-path')}")
+    if looks:
+        attributes["class"] = " ".join(classes.setdefault(look, _name(len(classes))) for look in looks)
 
 
 def _short(value: float) -> str:
@@ -79,7 +82,10 @@ def _short(value: float) -> str:
 def _short_path(commands: str) -> str:
     """Return a path of M, L, Q, C and z with relative steps, in tenths of a point. Rounding does not add up."""
     text, last, x, y = "", "", 0, 0
-    for letter, places in _STEP.findall(commands):
+    steps = _STEP.findall(commands)
+    if len(steps) > 2 and steps[-1] == ("L", steps[0][1]):
+        steps[-1] = ("z", "")
+    for letter, places in steps:
         numbers = [round(10 * float(number)) for number in places.split()]
         from_x, from_y = (0, 0) if letter == "M" else (x, y)
         values = [number - (from_y if at % 2 else from_x) for at, number in enumerate(numbers)]
