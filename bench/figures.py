@@ -1,22 +1,20 @@
 """Pictures of measured results, as SVG files in docs/pictures: `python -m bench.figures`.
 
-`make figures` runs it. Each picture holds its numbers and the path of their source as JSON, in its description. The
-same results and the same matplotlib give the same bytes.
+`make figures` runs it. The same results and the same matplotlib give the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .recorded import recorded
+from .small_svg import small_svg
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.typing import RcKeyType
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +67,6 @@ class Picture:
     """Lines to draw.
 
     name: file name without suffix.
-    source: path of the results, from the root of the repository.
     series: points of each line, by label.
     """
 
@@ -77,13 +74,7 @@ class Picture:
     title: str
     x_label: str
     y_label: str
-    source: str
     series: dict[str, list[Point]]
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the source and the points as plain JSON values."""
-        points = {label: [asdict(point) for point in line] for label, line in self.series.items()}
-        return {"source": self.source, "series": points}
 
 
 def bytes_over_loss() -> Picture:
@@ -102,7 +93,6 @@ def bytes_over_loss() -> Picture:
         title="Example model: bytes that keep a loss (16 bits: 18.87 MB)",
         x_label="loss of exact match allowed, %",
         y_label="routed experts, MB",
-        source=SWEEP,
         series=series,
     )
 
@@ -123,13 +113,12 @@ def speed_over_share() -> Picture:
         title="OLMoE-1B-7B's shape at 4.5 bits, Zen 4, 2 cores, 64 tokens after 32",
         x_label="share of the experts that fits in memory, %",
         y_label="decode, tokens/s (bars: least to most)",
-        source=SPEED,
         series=series,
     )
 
 
 def draw(picture: Picture) -> bytes:
-    """Return a picture as SVG. The group `series-N` holds the line of number N."""
+    """Return a picture as SVG."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -139,7 +128,15 @@ def draw(picture: Picture) -> bytes:
         FigureCanvasSVG(figure)
         axis = figure.subplots(gridspec_kw={"left": 0.1, "right": 0.98, "bottom": 0.13, "top": 0.91})
         for number, (label, line) in enumerate(picture.series.items()):
-            _draw_line(axis, number, label, line)
+            axis.errorbar(
+                [point.x for point in line],
+                [point.y for point in line],
+                yerr=_ranges(line),
+                label=label,
+                color=COLOURS[number],
+                marker=MARKERS[number],
+                capsize=3,
+            )
         axis.set_title(picture.title, fontsize=11)
         axis.set_xlabel(picture.x_label)
         axis.set_ylabel(picture.y_label)
@@ -148,25 +145,15 @@ def draw(picture: Picture) -> bytes:
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
         image = BytesIO()
-        metadata = {"Date": None, "Creator": None, "Title": picture.title, "Description": json.dumps(picture.numbers())}
-        figure.savefig(image, format="svg", metadata=metadata)
-    return image.getvalue()
+        figure.savefig(image, format="svg", metadata={"Title": picture.title})
+    return small_svg(image.getvalue())
 
 
-def _draw_line(axis: Axes, number: int, label: str, line: list[Point]) -> None:
-    """Draw one line, with a bar from least to most at each point."""
+def _ranges(line: list[Point]) -> list[list[float]] | None:
+    """Return how far the repeated runs lie below and above each point; None if there is one run."""
     below = [point.y - point.least for point in line]
     above = [point.most - point.y for point in line]
-    container = axis.errorbar(
-        [point.x for point in line],
-        [point.y for point in line],
-        yerr=[below, above] if any(below + above) else None,
-        label=label,
-        color=COLOURS[number],
-        marker=MARKERS[number],
-        capsize=3,
-    )
-    container[0].set_gid(f"series-{number}")
+    return [below, above] if any(below + above) else None
 
 
 def pictures() -> list[Picture]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..figures import SETTINGS
+from ..small_svg import small_svg
 from .figure import Measured, Panel
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ MOST_POINTS_WITH_MARKERS = 20
 
 
 def draw(title: str, measured: Measured) -> bytes:
-    """Return a figure as SVG. Its description holds the numbers as JSON."""
+    """Return a figure as SVG."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -46,10 +45,8 @@ def draw(title: str, measured: Measured) -> bytes:
             axis.set_xlabel(panel.x_label)
             axis.set_ylabel(panel.y_label)
         image = BytesIO()
-        numbers = json.dumps([asdict(panel) for panel in measured.panels])
-        metadata = {"Date": None, "Creator": None, "Title": title, "Description": numbers}
-        figure.savefig(image, format="svg", metadata=metadata)
-    return image.getvalue()
+        figure.savefig(image, format="svg", metadata={"Title": title})
+    return small_svg(image.getvalue())
 
 
 def _lines(axis: Axes, panel: Panel) -> None:

@@ -13,12 +13,16 @@ import argparse
 import importlib
 import shutil
 import sys
+from io import BytesIO
 from pathlib import Path
+
+from PIL import Image
 
 from .servers import Server
 
 QUESTION = "Question: 6 dolls cost 90 dollars. How much do 2 dolls cost?\nAnswer:"
 WIDTH, HEIGHT = 1100, 520
+COLOURS = 64
 _PATIENCE_MS = 60_000
 _DRAWN_MS = 120
 """Time after an answer in which the page draws the experts that it used."""
@@ -47,8 +51,14 @@ def draw(address: str, picture: Path) -> None:
             if not is_last:
                 page.get_by_role("button", name="New chat").click()
         page.wait_for_timeout(_DRAWN_MS)
-        page.screenshot(path=str(picture))
+        write_picture(page.screenshot(), picture)
         browser.close()
+
+
+def write_picture(screenshot: bytes, picture: Path) -> None:
+    """Write a screenshot as a PNG of few colours, which has a third of its bytes."""
+    screen = Image.open(BytesIO(screenshot)).convert("RGB")
+    screen.quantize(COLOURS, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

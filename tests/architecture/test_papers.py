@@ -31,7 +31,7 @@ SMALL = Measured(
 
 def test_a_figure_drawn_twice_has_the_same_bytes() -> None:
     first, second = (draw("a title", SMALL) for _ in range(2))
-    assert first == second and b"<dc:date>" not in first
+    assert first == second and b"metadata" not in first and len(first) < 9000
 
 
 def test_a_record_keeps_six_digits_and_all_fields() -> None:
