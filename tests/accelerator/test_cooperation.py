@@ -21,7 +21,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from tests.accelerator.conftest import name_of
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole

@@ -24,7 +24,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from moec.runtime.storage.read_storage import open_storage
 from tests.kernels.products import expert_of
 

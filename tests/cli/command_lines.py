@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from moec.cli.commands.bundles.report import draw_card
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.commands.running.generate import CODE_STOPS
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.policies import MultidimensionalScore

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.bundle_check import check_bundle
-from moec.cli.own_process import own_command
+from moec.cli.bundle_check import check_bundle, own_command
 from tests.interrupts import hear_interrupts
 
 SCRIPT = [str(Path(sys.executable).with_name("moec"))]

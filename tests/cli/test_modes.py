@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moec.cli.lossy_modes.mode_sweep import allowed_settings, settings_of
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement, allowed_settings, settings_of
 from moec.cli.main import cli
 from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
-from moec.manifests.router import RouterSpec
+from moec.manifests.model import RouterSpec
 from moec.runtime import kernels
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions

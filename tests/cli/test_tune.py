@@ -25,8 +25,7 @@ from moec.cli.simulation.traces import replayed_bundle
 from moec.cli.terminal.output import human_bytes
 from moec.compiler.request.ports import RoutedText
 from moec.manifests.errors import MoecError
-from moec.profiles.probe import machine_sha256
-from moec.profiles.storage_identity import storage_sha256
+from moec.profiles.probe import machine_sha256, storage_sha256
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine, load
 from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS

@@ -46,7 +46,7 @@ from moec.runtime.bundle.archive.layout import (
 )
 from moec.runtime.trace.trace_file import read_trace
 from moec.runtime.tuning.tune_file import SUFFIX, read_tuning
-from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle
+from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle, decode_channel, encode_channel
 from moec.shipping.signatures import model_signature
 from moec.shipping.signatures.dsse import (
     ENVELOPE_JSON,
@@ -60,7 +60,6 @@ from moec.shipping.signatures.dsse import (
 )
 from moec.shipping.signatures.keys import PrivateKey, decode_public_key, encode_public_key, read_private_key
 from moec.shipping.signatures.p256 import GENERATOR, decode_signature, is_on_curve, is_signature
-from moec.shipping.signed_channel import decode_channel, encode_channel
 from tests.gates.damage import sealed
 from tests.runtime.tiny_bundle import files_and_experts, manifest_of
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import kernels
-from tests.fuzz.kept_inputs import ARCHIVE, kept_inputs
-from tests.fuzz.mutator import mutator_of
-from tests.fuzz.targets import NAMES, load_target
+from tests.fuzz.kept_inputs import ARCHIVE, kept_inputs, mutator_of
+from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = 20 if os.environ.get("MOEC_FULL_GATES") != "1" else 2000
@@ -21,10 +20,10 @@ CALLS_S = 3 if os.environ.get("MOEC_FULL_GATES") != "1" else 300
 pytestmark = pytest.mark.gate("G10")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_kept_inputs(name: str) -> None:
     """Each as it is, and with changes to its JSON."""
-    target, source = load_target(name), random.Random(7)
+    target, source = TARGETS[name], random.Random(7)
     mutate = mutator_of(lambda data, size: data[: source.randrange(len(data) + 1)])
     inputs = kept_inputs(name)
     assert len(inputs) > len(target.seeds())
@@ -42,17 +41,9 @@ def test_the_archive_is_small() -> None:
 
 @pytest.mark.skipif("scalar" not in kernels.available(), reason="the kernel extension is not built")
 def test_calls_of_the_extension_compute_or_are_refused(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        "-m",
-        "tests.fuzz.native",
-        str(CALLS_S),
-        "1",
-        str(tmp_path / "call"),
-    ]
+    note = tmp_path / "call"
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.native", str(CALLS_S), "1", str(note)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CALLS_S + 300, check=False)
-    called = (tmp_path / "call").read_text() if (tmp_path / "call").exists() else "none"
+    called = note.read_text() if note.exists() else "none"
     assert done.returncode == 0, f"call {called}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
     assert "'refused': 0" not in done.stdout and "'computed': 0" not in done.stdout

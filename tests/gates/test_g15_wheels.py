@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import kernels
-from moec.runtime.kernels.native.wheels.debian_packages import PackagesUnavailable, unpack_packages
+from moec.runtime.kernels.native.wheels.targets import PackagesUnavailable, unpack_packages
 from moec.runtime.kernels.native.wheels.wheel_file import EXTENSION_FOLDER, add_extension, plain_wheel
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from moec.compiler.request.result import CompileResult
+from moec.compiler.request.plan import CompileResult
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import MoecError
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, PowerCut

@@ -18,8 +18,7 @@ from moec.manifests.model import ExpertKey
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
-from tests.compiler.configured import lowered
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import lowered, walked_logits
 from tests.gates.bundles import emit_bundle, stepwise_logits
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
 from moec.reporting.curves import Curve, CurvePoint, read_curves
-from moec.reporting.svg.chart import WIDTH, Chart, Point, Series
-from moec.reporting.svg.scale import Scale, scale_of
+from moec.reporting.svg.chart import WIDTH, Chart, Point, Scale, Series, scale_of
 from moec.reporting.text import number, size_text, size_unit
 
 VALUES = st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=20)

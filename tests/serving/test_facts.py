@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from moec.runtime import Engine, load
-from moec.runtime.expert_cache.expert_state import RESIDENT
+from moec.runtime.expert_cache.cache_spec import RESIDENT
 from moec.serving.api.fields import server_bytes
 from moec.serving.api.live_feed import ABSENT, HIT, IN_MEMORY, MAX_LISTENERS, MISSED, READ_AHEAD
+from moec.serving.api.service import memory_shares
 from moec.serving.app import FACTS, HANDLERS
-from moec.serving.memory_shares import memory_shares
 from tests.serving.live_server import LiveServer, live_server
 
 PATH = "/v1/moec/events"

@@ -12,10 +12,9 @@ import pytest
 from moec.runtime import Engine, load
 from moec.runtime.text.generation_defaults import PLAIN
 from moec.runtime.text.sampling import SamplingOptions
-from moec.serving.api.endpoints.message_input import read_conversation
+from moec.serving.api.endpoints.messages import read_conversation
 from moec.serving.api.errors import RequestError
-from moec.serving.api.fields import Fields
-from moec.serving.api.sampling_fields import read_sampling
+from moec.serving.api.fields import Fields, read_sampling
 from moec.serving.api.service import ServiceOptions
 from tests.listed_file import add_listed
 from tests.serving.live_server import LiveServer, Reply, live_server

@@ -17,10 +17,17 @@ from moec.manifests.model import PROJECTIONS, AttentionSpec, ExpertsSpec, LayerS
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
-from moec.shipping.channel import CHANNEL_VERSION, Channel, ChannelBundle, channel_path, encode_moment, signature_path
+from moec.shipping.channel import (
+    CHANNEL_VERSION,
+    Channel,
+    ChannelBundle,
+    channel_path,
+    encode_moment,
+    sign_channel,
+    signature_path,
+)
 from moec.shipping.signatures.keys import PrivateKey
 from moec.shipping.signatures.model_signature import sign_bundle
-from moec.shipping.signed_channel import sign_channel
 from tests.hostile.bundle_writer import BF16, BundlePlan, Weights, unit_name
 from tests.hostile.bundle_writer import write_bundle as write_planned
 

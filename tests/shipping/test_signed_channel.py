@@ -9,9 +9,8 @@ import pytest
 
 from moec.manifests.codec import canonical_json, to_plain
 from moec.manifests.errors import ChannelRefused
-from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle
+from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle, encode_channel, sign_channel, verify_channel
 from moec.shipping.signatures.dsse import sign_envelope
-from moec.shipping.signed_channel import encode_channel, sign_channel, verify_channel
 from tests.shipping.signing_keys import signing_key
 
 BUNDLE = ChannelBundle("laptop", '{"name": "laptop"}\n', "a" * 64, 2000, 5000, 1 << 30, ())

@@ -15,11 +15,13 @@ import torch
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.terminal.report import verdict_line
-from moec.compiler.bundle.certify import DivergenceCertificate
-from moec.compiler.bundle.certify import TaskCertificate
-from moec.compiler.bundle.certify import certify_divergence
-from moec.compiler.bundle.certify import certify_task
-from moec.compiler.bundle.certify import look_counts
+from moec.compiler.bundle.certify import (
+    DivergenceCertificate,
+    TaskCertificate,
+    certify_divergence,
+    certify_task,
+    look_counts,
+)
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
 from moec.compiler.bundle.quality import overall_verdict
 from moec.compiler.preflight.prepared import runtime_bytes
@@ -33,11 +35,16 @@ from moec.compiler.stages.learning import SAMPLE_SHARE
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.evaluation.data import ItemSet
-from moec.evaluation.statistics import judge_divergence
-from moec.evaluation.statistics import log_softmax
-from moec.evaluation.statistics import summarise_divergence
 from moec.evaluation.engine import Generation, TextEngine, no_progress
-from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary, LossEstimate, judge
+from moec.evaluation.statistics import (
+    MIN_ITEMS,
+    DistributionSummary,
+    LossEstimate,
+    judge,
+    judge_divergence,
+    log_softmax,
+    summarise_divergence,
+)
 from moec.evaluation.tasks import find_task
 from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.errors import MoecError, OptionError

@@ -18,9 +18,8 @@ from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.preflight.prepared import runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.prepared import Prepared
+from moec.compiler.preflight.prepared import Prepared, runtime_bytes
 from moec.compiler.request.options import Talk
 from moec.compiler.search.comparison_budget import active_weights
 from moec.compiler.stages.encode_texts import encode_all_texts

@@ -13,21 +13,23 @@ import torch
 
 from moec.cli.measuring.text_engines import BundleEngine
 from moec.compiler import linear_maps
-from moec.compiler.linear_maps import HELD_OUT
-from moec.compiler.linear_maps import LearnedMap
-from moec.compiler.linear_maps import RoutingSample
-from moec.compiler.linear_maps import can_learn
-from moec.compiler.linear_maps import encode_maps
-from moec.compiler.linear_maps import layer_groups
-from moec.compiler.linear_maps import learn_maps
-from moec.compiler.linear_maps import lookahead_report
+from moec.compiler.linear_maps import (
+    HELD_OUT,
+    LearnedMap,
+    RoutingSample,
+    can_learn,
+    encode_maps,
+    layer_groups,
+    learn_maps,
+    lookahead_report,
+)
 from moec.compiler.request.options import Talk
-from moec.runtime.kernels import lookahead as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.model import ExpertKey, ModelSpec
 from moec.runtime import load
-from moec.runtime.prefetch.learned_routers import read_lookahead
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.kernels import lookahead as stage
+from moec.runtime.prefetch.learned_routers import read_lookahead
 from tests.compiler.lowered import lowered
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from moec.compiler.preflight.device_fit import choose_objective, fixed_memory, summarise_device
-from moec.compiler.request.targets import SIZE_SHARE
-from moec.compiler.request.targets import byte_weights
-from moec.compiler.request.targets import reads_decide
 from moec.compiler.request.plan import CompilePlan, plain_plan
+from moec.compiler.request.targets import SIZE_SHARE, byte_weights, reads_decide
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.search.knapsack import least_cost
 from moec.manifests.errors import DoesNotFit

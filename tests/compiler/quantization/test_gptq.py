@@ -7,12 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.quantization.unit_store import output_error
-from moec.compiler.quantization.unit_store import relative_output_error
-from moec.compiler.quantization.unit_store import row_errors
 from moec.compiler.quantization.quantizers import gptq
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq, triangular_factors
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.unit_store import output_error, relative_output_error, row_errors
 from moec.manifests.quant import QuantSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

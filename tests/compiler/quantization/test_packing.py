@@ -8,12 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.quantization.quantized import LARGEST_BYTE
-from moec.compiler.quantization.quantized import bytes_of
-from moec.compiler.quantization.quantized import exponents
-from moec.compiler.quantization.quantized import on_bytes
 from moec.compiler.quantization.packing import pack, pack_16bit, unpack
-from moec.compiler.quantization.quantized import QuantizedMatrix
+from moec.compiler.quantization.quantized import LARGEST_BYTE, QuantizedMatrix, bytes_of, exponents, on_bytes
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec

@@ -7,9 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from moec.compiler.request.plan import CompileResult
-from moec.compiler.request.plan import CurvePoint
-from moec.compiler.request.plan import LossCurve
+from moec.compiler.request.plan import CompileResult, CurvePoint, LossCurve
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_curve import PER_LAYER, per_layer_space
 from moec.reporting.card import sweep_svg

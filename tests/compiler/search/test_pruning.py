@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.bundle.emit import cost_summary
-from moec.compiler.request.targets import ByteWeights
 from moec.compiler.request.options import CompileOptions
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import ByteWeights, Target
 from moec.compiler.search.knapsack import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity.sensitivity import SensitivityTable

@@ -35,13 +35,9 @@ from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.statistics import divergence
-from moec.evaluation.statistics import divergence_bound
-from moec.evaluation.statistics import log_softmax
-from moec.evaluation.statistics import summarise_divergence
 from moec.evaluation.engine import Generation, GenerationRequest, TextEngine, no_progress
 from moec.evaluation.run import compare, evaluate
-from moec.evaluation.statistics import ONE_SIDED_95
+from moec.evaluation.statistics import ONE_SIDED_95, divergence, divergence_bound, log_softmax, summarise_divergence
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress

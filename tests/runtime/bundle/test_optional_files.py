@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.compiler.lookahead.linear_maps import encode_maps
+from moec.compiler.linear_maps import encode_maps
 from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid
 from moec.runtime import load
-from moec.runtime.bundle.lookahead import read_lookahead
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.prefetch.learned_routers import read_lookahead
 from moec.runtime.prefetch.predictors import LookaheadPredictor
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import check, plain_manifest, run, seal, write_tables

@@ -21,7 +21,7 @@ from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import eviction_order
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import bundle_records, expert_records, warm_order
-from moec.runtime.layers.cross_attention import CrossAttention
+from moec.runtime.layers.attention import CrossAttention
 from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.layers.routing import within_capacity
 from moec.runtime.simulation.recorded_advice import table_advice

@@ -12,10 +12,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from moec.manifests.model import AttentionSpec, LatentSpec, RelativeBiasSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.layers.attention import LatentAttention
+from moec.runtime.layers.attention import LatentAttention, RotaryTables, bias_by_distance, distance_buckets
 from moec.runtime.layers.norms import Norm, stream_norms
-from moec.runtime.layers.relative_bias import bias_by_distance, distance_buckets
-from moec.runtime.layers.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
 from tests.manifests.examples import model_spec
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from moec.manifests.errors import ManifestInvalid
-from moec.manifests.tokenizer.charsmap import DamagedCharsmap, check_charsmap
 from moec.manifests.tokenizer.regex_cost import CostlyPattern, check_pattern
-from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
+from moec.manifests.tokenizer.tokenizer_file import DamagedCharsmap, UnsafeTokenizer, check_charsmap, check_tokenizer
 from moec.runtime.text import tokenizer as bundle_tokenizer
 from moec.runtime.text.streaming_text import TextStream
 from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer

@@ -41,8 +41,7 @@ from moec.runtime.text.generation_defaults import (
     with_given,
     without_limits,
 )
-from moec.runtime.text.log_probabilities import token_log_prob
-from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
+from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised, token_log_prob
 
 LOGITS = np.array([1.0, 3.0, 2.5, 0.0], np.float32)
 HOT = {"temperature": 1.0}

@@ -1,4 +1,4 @@
-"""The plan of a pull: what is linked, copied and fetched."""
+"""The plan of a pull: what is linked, copied and fetched. Ranges and rate of a fetch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from bench.shipping.shared_bytes import Shared, dense_of, experts_of, other_file
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.shipping.pull.delta import GAP_SHARE, plan_delta, source_of
-from moec.shipping.pull.intervals import Intervals
+from moec.shipping.pull.fetch import MAX_RANGE_BYTES, FetchOptions, RateLimit, split_ranges
+from moec.shipping.pull.journal import Intervals
 from tests.shipping.model_bundles import Shape, write_bundle
 
-KEPT = Path(__file__).parent / "manifests"
-"""Manifests of the example, compiled for losses of 2 % and of 5 % on 2026-11-26."""
+EXAMPLES = {loss: Path(__file__).with_name(f"example-{loss}-percent.json.xz") for loss in ("2", "5")}
+"""Manifests of an earlier example, compiled for losses of 2 % and of 5 %."""
 SHAPE = Shape(layers=3, experts=16)
 
 
@@ -95,8 +96,7 @@ def test_between_two_plans_of_the_example(before: str, after: str, tmp_path: Pat
 
     G13 bounds the bytes by 1.05 times changed experts, all dense weights and 1 MB. The bound here is lower.
     """
-    packed = {loss: (KEPT / f"example-{loss}-percent.json.xz").read_bytes() for loss in (before, after)}
-    old, new = (decode_manifest(lzma.decompress(data), loss) for loss, data in packed.items())
+    old, new = (decode_manifest(lzma.decompress(EXAMPLES[loss].read_bytes()), loss) for loss in (before, after))
     delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
     _, fetched = delta.left_bytes([Intervals() for _ in new.files])
     parts = [
@@ -107,3 +107,38 @@ def test_between_two_plans_of_the_example(before: str, after: str, tmp_path: Pat
     shared = [Shared.of(*pair) for pair in parts]
     assert all(0 < part.equal < part.count for part in shared)
     assert fetched <= 1.05 * sum(part.size - part.equal_size for part in shared)
+
+
+def test_bytes_take_the_time_of_the_rate() -> None:
+    now, waits = [100.0], list[float]()
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    limit = RateLimit(1000, pause, lambda: now[0])
+    for _ in range(10):
+        limit.take(500)
+    assert now[0] == 105.0 and waits == [0.5] * 10
+    now[0] += 60  # time in which nothing is read is not saved up
+    limit.take(1000)
+    assert waits[-1] == 1.0
+
+
+def test_no_rate_no_wait() -> None:
+    def never(seconds: float) -> None:
+        raise AssertionError("waits")
+
+    RateLimit(None, never).take(1 << 40)
+
+
+def test_a_low_rate_has_one_connection_and_short_ranges() -> None:
+    assert FetchOptions(4).used_connections == 4 and FetchOptions(4).range_bytes == MAX_RANGE_BYTES
+    assert FetchOptions(4, 1 << 20).used_connections == 1 and FetchOptions(4, 1 << 20).range_bytes == 1 << 20
+    assert FetchOptions(4, 10).range_bytes == 64 << 10
+    assert FetchOptions(4, 1 << 30).used_connections == 4 and FetchOptions(4, 1 << 30).range_bytes == MAX_RANGE_BYTES
+
+
+def test_ranges_are_split() -> None:
+    assert split_ranges(3, 10, 4) == [(3, 7), (7, 10)]
+    assert split_ranges(3, 3, 4) == []

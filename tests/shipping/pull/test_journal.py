@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.shipping.pull.intervals import Intervals
-from moec.shipping.pull.journal import Journal, boot_name, finished_ranges
+from moec.shipping.pull.journal import Intervals, Journal, boot_name, finished_ranges
 
 DIGEST = "ab" * 32
 SIZE = 40

@@ -24,8 +24,8 @@ from moec.manifests.errors import (
     StoreFailed,
     TryAgain,
 )
+from moec.shipping.installed.device import roll_back
 from moec.shipping.installed.places import Places, locked
-from moec.shipping.installed.rollback import roll_back
 from moec.shipping.pull.fetch import FetchOptions, RateLimit
 from moec.shipping.store.file_store import FileStore
 from tests.shipping.devices import CountingStore, Device, Events

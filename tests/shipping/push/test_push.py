@@ -28,11 +28,10 @@ from moec.manifests.errors import (
 from moec.manifests.progress import Progress
 from moec.profiles.loading import load_profile
 from moec.runtime.memory.budget import nominal_memory
-from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path
-from moec.shipping.push.push import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
+from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path, verify_channel
+from moec.shipping.push_bundles import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
 from moec.shipping.signatures.keys import PrivateKey, PublicKey, make_key_pair, read_public_key
 from moec.shipping.signatures.model_signature import sign_bundle, signature_file, verify_signature
-from moec.shipping.signed_channel import verify_channel
 from moec.shipping.store.file_store import FileStore
 from moec.shipping.store.interface import Sent, Store
 from tests.runtime.tiny_bundle import write_bundle as write_tiny_bundle

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moec.manifests.errors import InputError, StoreFailed
-from moec.shipping.push.push import ChannelRequest, push_bundles
+from moec.shipping.push_bundles import ChannelRequest, push_bundles
 from moec.shipping.store.interface import PART_BYTES, Store
 from tests.shipping.devices import Device
 from tests.shipping.model_bundles import NOW, digests, write_bundle

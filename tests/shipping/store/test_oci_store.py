@@ -13,10 +13,9 @@ import pytest
 
 from moec.manifests.errors import StoreFailed
 from moec.shipping.store.access import IdentityToken, Login, RegistryLogin
-from moec.shipping.store.oci.authorization import RegistryAuthorization
-from moec.shipping.store.oci.registry import MAX_MANIFEST_BYTES, Registry
-from moec.shipping.store.oci.store import OciStore
-from moec.shipping.store.source_file import SourceFile
+from moec.shipping.store.interface import SourceFile
+from moec.shipping.store.oci_registry import MAX_MANIFEST_BYTES, Registry, RegistryAuthorization
+from moec.shipping.store.oci_store import OciStore
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.registry_servers import (
     ISSUER,
