@@ -11,7 +11,7 @@ import torch
 
 from moec.manifests.errors import AcceleratorUnavailable, MemoryBudgetExceeded, OptionError
 from moec.runtime import kernels, load
-from moec.runtime.accelerator.cooperative import CooperativeExperts, HostExperts
+from moec.runtime.accelerator.cooperative import CooperativeExperts
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.latency import LatencyModel
@@ -78,8 +78,9 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     device = SimulatedDevice(EVEN, budget)
     placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
     residents = bring(device, placement, experts, storage)
-    host = HostExperts(experts, sizes)
-    engine.model.accelerator = CooperativeExperts(device, host, placement, residents, {}, EVEN, cooperation)
+    engine.model.accelerator = CooperativeExperts(
+        device, experts, sizes, lambda index: False, placement, residents, {}, EVEN, cooperation
+    )
     return device
 
 

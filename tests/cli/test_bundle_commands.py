@@ -224,7 +224,7 @@ def test_unpack_says_why_pull_would_choose_another_bundle(
     device = ("--device", "raspberry-pi-5-nvme") if lacks == "processors" else ()
     assert invoke("compile", model, "--uniform", "4", *device, "-o", out).exit_code == 0
     assert invoke("pack", out, tmp_path / "out.moec").exit_code == 0
-    monkeypatch.setattr("moec.profiles.present_machine.allowed_processors", lambda: set(range(97)))
+    monkeypatch.setattr("moec.profiles.probe.allowed_processors", lambda: set(range(97)))
     if lacks == "memory":
         monkeypatch.setattr("moec.profiles.probe.memory_limit_bytes", lambda: 5 << 20)
     result = invoke("unpack", tmp_path / "out.moec", tmp_path / "again")

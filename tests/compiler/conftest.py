@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moec.compiler.stages import encode_texts
-from moec.compiler.walker import kept_layers
+from moec.compiler.walker import memory
 from tests.compiler.checkpoint import write_packed
 from tests.compiler.lowered import save_family
 from tests.tiny_compile import little_memory, save_model, save_texts
@@ -103,6 +103,6 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calibration take few tokens, and gradients few texts, so that train texts are left."""
-    small = replace(kept_layers.LARGE_TEXTS, calibration=40)
-    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", small)
+    small = replace(memory.LARGE_TEXTS, calibration=40)
+    monkeypatch.setattr(memory, "LARGE_TEXTS", small)
     monkeypatch.setattr(encode_texts, "TEXTS", 4)

@@ -192,7 +192,7 @@ def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
     whole = divergence_of(reference, engine, [])
     assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
     monkeypatch.setattr(
-        "moec.compiler.bundle.certificates.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
+        "moec.compiler.bundle.certify.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
     )
     talk = Talk(progress=lambda title: lambda some, every: done.append((some, every)))
     parts = divergence_of(reference, engine, held, talk)
@@ -227,7 +227,7 @@ def test_a_clear_case_is_decided_at_an_early_look(
     reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict is that of a sample, with wider bounds for several looks. An unclear case takes all items."""
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     sampled = ItemSet(find_task("perplexity"), "made", tuple({"text": text} for text in texts)).limit(40)
     first = certify(reference, Coarse(reference, 1.0), texts=[item["text"] for item in sampled.items])
@@ -250,7 +250,7 @@ def test_a_clear_case_is_decided_at_an_early_look(
 
 def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle fails on all but the first third. A look at the first items of the file would support it."""
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     items, solved, bundle = numbered(120), solving(lambda number: True), solving(lambda number: number < 40)
     target = Target("loss", 0.4)
     early = certify_task(items, (), solved, bundle, target, Talk(), DIVERGENCE, confidence=0.95)
@@ -263,7 +263,7 @@ def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_first_look_at_unsolved_items_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (1,))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (1,))
     items = numbered(8)
     first = items.order()[0]
     engine = solving(lambda number: number != first)

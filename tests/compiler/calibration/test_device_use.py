@@ -270,7 +270,7 @@ def test_edgemoe_weighs_losses_by_the_use_on_devices(
     def stop(found: Any, specs: Any, trials: Any, target: Any, popularity: np.ndarray) -> Any:
         raise Stopped(popularity[0].tolist())
 
-    monkeypatch.setattr("moec.compiler.stages.comparing.with_popularity", stop)
+    monkeypatch.setattr("moec.compiler.stages.planning.with_popularity", stop)
     use = popularity_file(tmp_path / "use", plain, 1)
     given = {"data": str(texts), "quick": False, "search": "edgemoe-popularity", "group_sizes": (32,), "dense_bits": 8}
     with pytest.raises(Stopped) as caught:
