@@ -256,9 +256,10 @@ def test_the_command_line_in_a_foreign_folder(marked: Path) -> None:
 
 WAITING = """
 import sys
-from moec.cli import bundle_check, own_process
+from moec.cli import bundle_check
 work = f"import os, pathlib, time; pathlib.Path({sys.argv[1]!r}).write_text(str(os.getpid())); time.sleep(100)"
-bundle_check.own_command = lambda *given: own_process.own_command("timeit", "-n", "1", "-r", "1", work)
+own_command = bundle_check.own_command
+bundle_check.own_command = lambda *given: own_command("timeit", "-n", "1", "-r", "1", work)
 bundle_check.check_bundle("a bundle")
 """
 """A self-test that writes its number into a file, and does not end."""

@@ -191,9 +191,7 @@ def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
     engine, held, done = Coarse(reference, 40.0), list[int](), list[tuple[int, int]]()
     whole = divergence_of(reference, engine, [])
     assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
-    monkeypatch.setattr(
-        "moec.compiler.bundle.certify.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
-    )
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1)
     talk = Talk(progress=lambda title: lambda some, every: done.append((some, every)))
     parts = divergence_of(reference, engine, held, talk)
     assert max(held) <= tokens and sum(held) == whole.divergence.n

@@ -24,11 +24,11 @@ from moec.compiler.linear_maps import (
     lookahead_report,
 )
 from moec.compiler.request.options import Talk
+from moec.compiler.stages import learning as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.model import ExpertKey, ModelSpec
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
-from moec.runtime.kernels import lookahead as stage
 from moec.runtime.prefetch.learned_routers import read_lookahead
 from tests.compiler.lowered import lowered
 from tests.tiny_compile import compile_tiny, save_model, save_texts
