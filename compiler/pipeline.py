@@ -17,7 +17,7 @@ from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
 from .request.plan import CompileResult
 from .request.request import CompileRequest
-from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
+from .stages.bundle import complete_bundle, complete_measurements, report, write_certified
 from .stages.compile_context import Certified, open_for_compile, open_for_plan, used_popularity
 from .stages.planning import make_curve, make_plan
 from .walker.torch_device import device_errors
@@ -77,8 +77,8 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
         disk.remove_tree(partial)
         planned = make_plan(context)
         with removed_on_failure(disk, partial):
-            manifest = write_bundle(prepared, planned, partial)
-            certified = certify_bundle(context, planned, partial)
+            planned, manifest, certified = write_certified(context, planned, partial)
+            certified = complete_measurements(context, planned, certified, partial)
             quality = report(prepared, planned, certified, manifest)
             complete_bundle(prepared, manifest, certified, quality, partial)
             note_certified(context.decisions, request, partial)

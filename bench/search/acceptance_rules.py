@@ -23,7 +23,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moec.compiler.sensitivity.acceptance import ONE_SIDED_90
 from moec.evaluation.statistics import ONE_SIDED_95
 
 AT_BITS, AT_LOSS, BITS_PER_HALVING = 6.7, 0.0143, 0.76
@@ -51,7 +50,7 @@ RULES: dict[str, Rule] = {
     "1 standard error + 1.645 of the certificate": lambda loss, own, at_test: loss + own + ONE_SIDED_95 * at_test,
     "predictive, 50 %": predictive(0.0),
     "predictive, 80 %": predictive(0.842),
-    "moec: predictive, 90 %": predictive(ONE_SIDED_90),
+    "predictive, 90 %": predictive(1.2816),
 }
 
 

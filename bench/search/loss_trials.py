@@ -1,11 +1,11 @@
-"""Simulated searches for a loss: bytes, supported certificates and measurements that answer.
+"""Simulated searches for a loss: bytes, supported certificates, errors of the promise, and measurements that answer.
 
-    python -m bench.search.loss_trials [--seeds N] [--items N --certified N] [--swaps N]
+    python -m bench.search.loss_trials [--seeds N] [--items N --certified N] [--swaps N] [--target LOSS]
 
 A toy model of 32 experts whose predictions are wrong by up to a factor of 3 per unit. The true loss of a plan is a
 power of its KL, times a factor of its own. A measured loss has a standard error of 0.4 %, as on the shipped example.
 0.36 of its variance is common to all plans, because they answer the same items. The target is 2 %, and the certificate
-has 4,000 items.
+has 4,000 items. It tests the plans that the search hands over, in their order, until it supports one.
 
 With `--items`, the variance of a loss rises with the KL, as the number of items whose answers differ does. The
 standard error on 2,000 items at a KL of 0.0019 is 0.42 %. The shipped example has these values.
@@ -24,14 +24,15 @@ import numpy as np
 from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
-from moec.compiler.search.bisect import search
+from moec.compiler.search.bisect import candidates
 from moec.compiler.search.swaps import SWAPS, Swaps
-from moec.evaluation.statistics import ONE_SIDED_95, LossEstimate
+from moec.compiler.sensitivity.acceptance import LEVELS
+from moec.evaluation.statistics import LossEstimate
 from tests.compiler.search.toy_search import ToyTrials, estimate, predicted_loss, toy_model, toy_space, uniform_number
 
 NORMAL = NormalDist()
-TARGET = 0.02
 COMMON = 0.6
+DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +61,54 @@ def main() -> None:
     parser.add_argument("--items", type=int, help="validation items; the error then rises with the KL")
     parser.add_argument("--swaps", type=int, default=SWAPS, help="0: as where memory does not hold the model")
     parser.add_argument("--certified", type=int, default=4000, help="items of the certificate")
+    parser.add_argument("--target", type=float, default=0.02, help="largest relative loss")
     options = parser.parse_args()
     noise = Noise(certified=options.certified)
     if options.items:
         noise = Noise(options.items, options.certified, 0.0042 * math.sqrt(2000 / options.items), 0.0019)
-    print("power  spread  mean log bytes  spread of bytes  supported  answered")
+    print("power  spread  mean log bytes  spread of bytes  supported  false  tested  answered")
     for power in (1.0, 1.3):
         for spread in (0.0, 0.2):
-            ratios = np.array([simulated(seed, power, spread, noise, options.swaps) for seed in range(options.seeds)])
-            sizes = ratios[:, 0]
-            spread_of_bytes = sizes.std() / sizes.mean()
+            compiles = [
+                simulated(seed, power, spread, noise, options.swaps, options.target) for seed in range(options.seeds)
+            ]
+            rows = np.array(compiles)
+            sizes = np.exp(rows[:, 0])
+            supported, false, tested, answered = rows[:, 1:].mean(axis=0)
             print(
-                f"{power:5.1f}  {spread:6.1f}  {np.log(sizes).mean():14.3f}  {spread_of_bytes:15.3f}  "
-                f"{ratios[:, 1].mean():9.3f}  {ratios[:, 2].mean():8.2f}"
+                f"{power:5.1f}  {spread:6.1f}  {rows[:, 0].mean():14.3f}  {sizes.std() / sizes.mean():15.3f}  "
+                f"{supported:9.3f}  {false:5.3f}  {tested:6.2f}  {answered:8.2f}"
             )
 
 
-def simulated(seed: int, power: float, spread: float, noise: Noise, swaps: int) -> tuple[float, float, int]:
-    """Return the bytes of the plan, the probability that its certificate is supported, and the plans that answered."""
+def simulated(
+    seed: int, power: float, spread: float, noise: Noise, swaps: int, target: float
+) -> tuple[float, float, float, float, int]:
+    """Return what one search and DRAWS certificates of its plans give.
+
+    These are the mean log of the bytes of the bundle, the share of supported certificates, the share of supported ones
+    whose plan loses more than the target, the tested plans, and the plans that answered in the search.
+    """
     space = toy_space(toy_model(layers=4, experts=8), seed=seed)
     factors = [3 ** (2 * uniform_number(f"{seed} {row}") - 1) for row in range(space.num_factors)]
     actual = space.rescaled(np.array(factors))
     trials = NoisyTrials(lambda plan: 0.02 * predicted_loss(actual, plan), seed, power, spread, noise)
-    plan = search(space, trials.as_trials(), Target("loss", TARGET), lambda _: None, Swaps(swaps, Talk()))
-    error = noise.at(trials.kl(plan, "true").mean, noise.certified)
-    supported = NORMAL.cdf((TARGET - ONE_SIDED_95 * error - trials.true_loss(plan)) / error)
+    wanted, say = Target("loss", target), Swaps(swaps, Talk())
+    plans = candidates(space, trials.as_trials(), wanted, lambda _: None, say)
     answered = len({tried.digest for tried in trials.generated})
-    return plan.expert_packed_bytes + plan.dense_packed_bytes, supported, answered
+    draw = np.random.default_rng(seed)
+    common, chosen, tested = draw.standard_normal(DRAWS), np.full(DRAWS, -1), np.zeros(DRAWS)
+    losses = np.array([trials.true_loss(plan) for plan in plans])
+    for place, (plan, level) in enumerate(zip(plans, LEVELS, strict=False)):
+        error = noise.at(trials.kl(plan, "true").mean, noise.certified)
+        measured = losses[place] + error * (COMMON * common + math.sqrt(1 - COMMON**2) * draw.standard_normal(DRAWS))
+        tested += chosen < 0
+        is_supported = measured + level.bound_quantile * error <= target
+        chosen[(chosen < 0) & is_supported] = place
+    sizes = np.log([plan.expert_packed_bytes + plan.dense_packed_bytes for plan in plans])
+    supported = chosen >= 0
+    false = supported & (losses[chosen] > target)
+    return sizes[np.maximum(chosen, 0)].mean(), supported.mean(), false.mean(), tested.mean(), answered
 
 
 class NoisyTrials(ToyTrials):

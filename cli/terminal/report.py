@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import log2
+from math import ceil, log2
 from typing import Any
 
 from . import output
@@ -170,8 +170,22 @@ def verdict_line(quality: Quality) -> str:
         verdicts = [task["verdict"] for task in tasks if task["verdict"] is not None]
         if needed := [verdict["items_needed"] for verdict in verdicts if verdict["items_needed"]]:
             more = f"; about {max(needed)} items would decide"
+        if verdict in ("met", "missed") and (bound := _worst_bound(quality)) is not None:
+            more += f", and these items support about {bound}: moec compile ... --loss {bound}"
     scope = verdict_scope(quality)
     return f"{sentences[verdict]}{more}" + (f" ({scope})" if scope else "")
+
+
+def _worst_bound(quality: Quality) -> str | None:
+    """Return the largest bound of a loss that was tested last, rounded up to 0.1 %; None without one below 100 %."""
+    tested = quality.get("tested")
+    losses = [task["loss"] for task in quality["tasks"].values() if task["loss"] is not None]
+    bounds = [(loss.get("bounds") or (None, loss["upper95"]))[1] for loss in losses]
+    if tested:
+        bounds = list(tested[-1]["bounds"].values())
+    if not bounds or any(bound is None or not 0 < bound < 1 for bound in bounds):
+        return None
+    return f"{ceil(1000 * max(bounds)) / 10:g}%"
 
 
 def _bytes(count: float) -> str:

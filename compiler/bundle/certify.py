@@ -17,11 +17,11 @@ from torch import Tensor
 
 from moec.evaluation.data import ItemSet, SplitData
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.results import EvaluationResult, finite
+from moec.evaluation.results import EvaluationResult, finite, identity
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.statistics import divergence as token_divergences
-from moec.evaluation.tasks import Item
+from moec.evaluation.tasks import Item, Task
 from moec.profiles.probe import resident_set_bytes
 
 from ..families import Lowering
@@ -32,6 +32,7 @@ from ..request.targets import Target
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
 from ..walker.texts import LOGITS_AT_ONCE, AnswerTexts
+from ..workspace.journal import Journal
 from ..workspace.parallel import one_torch_thread
 from .plan_bundles import UNQUANTIZED, PlanBundles
 
@@ -39,6 +40,7 @@ LOOKS = (500, 1000, 2000, 4000)
 
 MODES_ITEMS = 500
 """Held-out items for the measurement of lossy modes, one sequence at a time."""
+Record = Callable[[str, Callable[[], EvaluationResult]], EvaluationResult]
 LogProbs = Callable[[int, int], np.ndarray]
 """Gives log probabilities [n, V] of the reference, from one scored token of all answers to another."""
 
@@ -102,15 +104,19 @@ def certify(
     states: Mapping[str, Tensor],
     splits: Sequence[SplitData],
     shots: Shots,
+    journal: Journal,
+    share: float = 1.0,
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks.
 
-    For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
-    has half of the memory that is left. A runtime counts all memory of its process, and the second that of the first.
+    For the tasks the checkpoint answers as well, once, from a temporary bundle of its own weights. Each of the two
+    runtimes has half of the memory that is left. A runtime counts all memory of its process, so that of the other, too.
     Other machines of a cluster may generate answers. The KL always comes from this machine.
     held_out: held-out answers by task.
     states: normed residual stream of the unquantized model at their scored tokens, [A, D], by task.
     splits: the tasks to measure, or none. The KL then stands alone.
+    journal: keeps the answers of the checkpoint.
+    share: of the error of a verdict, see `certify_task`.
     """
     request, lowering = bundles.request, bundles.lowering
     with request.open_runtime(partial, bundles.room_bytes) as engine:
@@ -122,9 +128,20 @@ def certify(
         return {}, divergences
     certificates = {}
     plain = plain_plan(lowering.model, lowering.spec_16bit, request.options.quantizer)
+    stages = [
+        baseline_stage(split.task, [split.test.items[at] for at in positions], shots[split.task.name])
+        for split in splits
+        for positions in look_positions(split.test, request.options.target, request.options.confidence)
+    ]
     with ExitStack() as opened:
-        half = (bundles.room_bytes - resident_set_bytes()) // 2
-        reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
+        reference: TextEngine | None = None
+        if any(journal.get(stage) is None for stage in stages):
+            half = (bundles.room_bytes - resident_set_bytes()) // 2
+            reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
+
+        def recorded(stage: str, measure: Callable[[], EvaluationResult]) -> EvaluationResult:
+            return EvaluationResult.from_json(journal.json(stage, lambda: measure().to_json(per_item=True)))
+
         certified: TextEngine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
         for split in splits:
             name = split.task.name
@@ -137,6 +154,8 @@ def certify(
                 request.talk,
                 divergences[name].divergence,
                 request.options.confidence,
+                share,
+                recorded,
             )
     return certificates, {}
 
@@ -236,32 +255,41 @@ class _ComparedTokens:
 def certify_task(
     items: ItemSet,
     shots: tuple[Item, ...],
-    reference: TextEngine,
+    reference: TextEngine | None,
     engine: TextEngine,
     target: Target,
     talk: Talk,
     divergence: DistributionSummary,
     confidence: float | None = None,
+    share: float = 1.0,
+    recorded: Record = lambda stage, measure: measure(),
 ) -> TaskCertificate:
     """Evaluate both engines, compare item by item, and judge the loss against the target.
 
     items: items that only the certificate uses.
     shots: solved examples before each item.
+    reference: the checkpoint; None if `recorded` has all of its results.
     divergence: KL and agreement on held-out answers.
     confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
         the error. None: one look at all items, at 95 %.
+    share: of the error, for one of several bundles of which any may be supported.
+    recorded: returns an earlier result of the checkpoint on these items, or measures and keeps it.
     """
-    task = items.task
-    counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
-    error = ERROR if confidence is None else round((1 - confidence) / len(counts), 12)
-    # A file may be sorted by subject. So a look is at a sample, and never at the first items of the file.
-    order = list(range(len(items.items))) if len(counts) == 1 else items.order()
+    task, looks = items.task, look_positions(items, target, confidence)
+    error = round(share * (ERROR if confidence is None else 1 - confidence) / len(looks), 12)
     baselines, values = list[EvaluationResult](), list[EvaluationResult]()
     placed: list[int] = []
-    for before, count in itertools.pairwise([0, *counts]):
-        positions = sorted(order[before:count])
-        chosen, title = [items.items[at] for at in positions], f"{task.name}, items {before + 1} to {count}"
-        answered = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
+    for positions in looks:
+        chosen = [items.items[at] for at in positions]
+        title = f"{task.name}, items {len(placed) + 1} to {len(placed) + len(chosen)}"
+
+        def answer(items: Sequence[Item] = chosen, title: str = title) -> EvaluationResult:
+            progress = talk.progress(f"baseline on {title}")
+            if reference is None:
+                raise RuntimeError("the journal lost a result of the checkpoint")
+            return evaluate(task, items, reference, shots=shots, progress=progress)
+
+        answered = recorded(baseline_stage(task, chosen, shots), answer)
         baselines.append(answered)
         drafts, progress = [task.continuation(item.prediction) for item in answered.items], talk.progress
         values.append(
@@ -271,7 +299,7 @@ def certify_task(
         looked = [items.items[at] for at in sorted(placed)]
         baseline, value = (joined(task, looked, results, shots, placed) for results in (baselines, values))
         # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
-        is_stated = baseline.value > 0 or (target.kind == "loss" and count == counts[-1])
+        is_stated = baseline.value > 0 or (target.kind == "loss" and len(placed) == len(items))
         loss = compare(task, baseline, value, error=error) if is_stated else None
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
         if verdict is not None and (verdict.supported or verdict.refuted):
@@ -279,6 +307,17 @@ def certify_task(
     return TaskCertificate(baseline, value, loss, verdict, divergence, task.settings)
 
 
-def look_counts(items: int) -> list[int]:
-    """Return the numbers of items after which a certificate looks. The last look is at all items."""
-    return [*(count for count in LOOKS if count < items), items]
+def look_positions(items: ItemSet, target: Target, confidence: float | None) -> list[list[int]]:
+    """Return the positions of the items that each look of a certificate adds. The last look is at all items.
+
+    A file may be sorted by subject. So an early look is at a sample, and never at the first items of the file.
+    """
+    if confidence is None or target.kind != "loss":
+        return [list(range(len(items)))]
+    order, counts = items.order(), [*(count for count in LOOKS if count < len(items)), len(items)]
+    return [sorted(order[before:count]) for before, count in itertools.pairwise([0, *counts])]
+
+
+def baseline_stage(task: Task, items: Sequence[Item], shots: Sequence[Item]) -> str:
+    """Return the name under which the checkpoint's result on held-out items is kept."""
+    return f"held-out-baseline-{task.name}-{identity(task, items, shots, task.max_new_tokens)}"

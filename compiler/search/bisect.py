@@ -7,7 +7,7 @@ cheap measurements of plans at equal cost correct the predictions (swaps.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
+from ..sensitivity.acceptance import LEVELS, Level
 from ..sensitivity.trials import Trials
 from .boundary import Boundaries, Boundary, corrected_space
 from .bracket import AIM, Found, KlLimit, choice_within, largest_budget, least_within, most_precise, predicted_at
@@ -37,21 +38,44 @@ def search(
     swaps: Swaps = NO_SWAPS,
     boundaries: Boundaries | None = None,
 ) -> CompilePlan:
-    """Return the plan of least cost that keeps the target.
+    """Return the first of the plans of `candidates`."""
+    return candidates(space, trials, target, note, swaps, boundaries, ())[0]
 
+
+def candidates(
+    space: SearchSpace,
+    trials: Trials,
+    target: Target,
+    note: Note,
+    swaps: Swaps = NO_SWAPS,
+    boundaries: Boundaries | None = None,
+    safer: Sequence[Level] = LEVELS[1:],
+) -> list[CompilePlan]:
+    """Return the plan of least cost that keeps the target, and for a loss also plans of less KL and higher cost.
+
+    The certificate tests them in this order, until it supports one.
     boundaries: the ends of searches of other devices, by which this one may begin; None: it begins alone.
+    safer: places in the list after the first.
     Raises TargetUnreachable, which names the best possible value.
     """
     note = _each_once(note)
-    if target.kind in ("loss", "kl"):
-        known = None if boundaries is None else boundaries.of_another(space, target)
-        if target.kind == "loss":
-            found, ended = LossSearch(space, trials, target.value, note).run(swaps, known)
-        else:
-            found, ended = _search_kl(space, trials, target.value, note, swaps, known)
-        if boundaries is not None and known is None:
-            boundaries.keep(space, target, ended)
-        return found.plan
+    if target.kind not in ("loss", "kl"):
+        return [_within_size(space, trials, target, swaps)]
+    known = None if boundaries is None else boundaries.of_another(space, target)
+    further = list[CompilePlan]()
+    if target.kind == "loss":
+        loss_search = LossSearch(space, trials, target.value, note)
+        found, ended = loss_search.run(swaps, known)
+        further = loss_search.safer(found, safer)
+    else:
+        found, ended = _search_kl(space, trials, target.value, note, swaps, known)
+    if boundaries is not None and known is None:
+        boundaries.keep(space, target, ended)
+    return [found.plan, *further]
+
+
+def _within_size(space: SearchSpace, trials: Trials, target: Target, swaps: Swaps) -> CompilePlan:
+    """Return the plan of least predicted loss within a size. Raises TargetUnreachable."""
     weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
     table = space.size_table()

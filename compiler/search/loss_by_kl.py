@@ -19,7 +19,7 @@ from moec.evaluation.statistics import LossEstimate, loss_from_json
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
-from ..sensitivity.acceptance import margin_of, may_be_kept
+from ..sensitivity.acceptance import LEVELS, Level, margin, may_be_kept
 from ..sensitivity.trials import Trials
 
 NEAR = math.log(1.5)
@@ -77,17 +77,18 @@ class LossByKl:
             return max(0.0, float(losses[nearest] / kls[nearest] * kl))
         return max(0.0, float((weights * kls * losses).sum() / squares * kl))
 
-    def upper_bound(self, task: str, kl: float) -> float:
+    def upper_bound(self, task: str, kl: float, level: Level = LEVELS[0]) -> float:
         """Return the bound of the expected loss that is compared with the target.
 
         The error is that of the nearest measurement, as if it had the most items. Several measurements do not make it
-        smaller, because they are made on the same items.
+        smaller, because they are made on the same items. Its square falls with the KL, as the number of answers that
+        differ does.
         """
         points = self._of(task)
         most = max(loss.n for _, loss in points)
-        _, nearest = min(points, key=lambda point: abs(math.log(max(point[0], LEAST_KL) / max(kl, LEAST_KL))))
-        error = nearest.standard_error * math.sqrt(nearest.n / most)
-        return self.loss(task, kl) + margin_of(error, most, self._items[task])
+        nearest_kl, nearest = min(points, key=lambda point: abs(math.log(max(point[0], LEAST_KL) / max(kl, LEAST_KL))))
+        error = nearest.standard_error * math.sqrt(nearest.n / most * min(1.0, kl / max(nearest_kl, LEAST_KL)))
+        return self.loss(task, kl) + margin(error, most, self._items[task], level)
 
     def bound_of(self, plan: MeasuredPlan, task: str) -> float:
         """Return the bound that decides on a measured plan.
@@ -118,7 +119,7 @@ class LossByKl:
 
         return trials.judged(plan, self._target, purpose, accepts, store)
 
-    def used_up(self) -> float:
+    def used_up(self, level: Level = LEVELS[0]) -> float:
         """Return the largest KL at which every task is expected to keep the target, or 0 if none is.
 
         It is below the KL of every plan whose own loss was refused, and at most REACH times the largest measured KL.
@@ -134,7 +135,7 @@ class LossByKl:
         last = 0.0
         for kl in grid.tolist():
             if any(kl >= limit for limit in refused) or any(
-                self.upper_bound(task, kl) > self._target for task in tasks
+                self.upper_bound(task, kl, level) > self._target for task in tasks
             ):
                 break
             last = kl

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
 
 from ..request.plan import CompilePlan
-from ..sensitivity.acceptance import items_for_precision
+from ..sensitivity.acceptance import Level, items_for_precision
 from ..sensitivity.trials import Trials
 from .boundary import Boundary, corrected_space
 from .bracket import Found, KlLimit, choice_within, largest_budget, least_plan, least_within, most_precise, predicted_at
@@ -30,6 +30,8 @@ FROM_BOUNDARY = 3
 MAX_GENERATED = BEFORE_SWAPS + AFTER_SWAPS
 # Most KL measurements for one plan that answers.
 KL_STEPS = 5
+# Most KL measurements for a later plan of the list that the certificate tests.
+SAFER_KL = 3
 # Factor by which the KL falls where nothing says how far the loss would fall.
 LOWER = 8.0
 # KL measurements of a usual search, swaps apart: two for each plan that answers.
@@ -55,7 +57,7 @@ class LossSearch:
         self._space, self._trials, self._target = space, trials, target
         self._relation = LossByKl(target, trials.certification_items)
         self._tell = _LossNotes(target, self._relation, trials.available_items, note)
-        self._kept, self._judged = list[Found](), set[str]()
+        self._kept, self._judged = list[tuple[Found, SearchSpace]](), set[str]()
         self._exponent = 1.0  # power of the predicted loss with which the KL rises, as measured so far
 
     def run(self, swaps: Swaps, known: Boundary | None) -> tuple[Found, Boundary]:
@@ -67,8 +69,30 @@ class LossSearch:
             return self._ended(np.ones(self._space.num_factors))
         return self._ended(self._alone(swaps))
 
+    def safer(self, best: Found, levels: Sequence[Level]) -> list[CompilePlan]:
+        """Return plans of less KL than the result, for later places of the list that the certificate tests.
+
+        levels: the later places.
+        """
+        space = next((space for kept, space in self._kept if kept is best), None)
+        if space is None:  # the result is the most precise plan
+            return []
+        plans, last, kl = [best.plan], best, max(self._mean_kl(best.plan), LEAST_KL)
+        for level in levels:
+            wanted = min(self._relation.used_up(level) or kl / 2, kl / CLOSE_KL)
+            budget = last.predicted * (wanted / kl) ** (1 / last.exponent)
+            cheapest = least_within(
+                space, self._trials, KlLimit(wanted, mean_of, SAFER_KL), budget, exponent=last.exponent
+            )
+            if cheapest is None:
+                break
+            plans.append(cheapest.plan)
+            last, kl = cheapest, max(self._mean_kl(cheapest.plan), LEAST_KL)
+        return list({plan.digest: plan for plan in plans[1:] if plan.digest != best.plan.digest}.values())
+
     def _ended(self, factors: np.ndarray) -> tuple[Found, Boundary]:
-        best = min(self._kept, key=lambda candidate: candidate.cost) if self._kept else self._most_precise()
+        kept = [candidate for candidate, _ in self._kept]
+        best = min(kept, key=lambda candidate: candidate.cost) if kept else self._most_precise()
         end = Boundary(self._relation.used_up(), best.predicted, tuple(self._relation.measured), factors)
         return best, end
 
@@ -122,7 +146,7 @@ class LossSearch:
             if cheapest is None or cheapest.plan.digest in self._judged:
                 break
             self._exponent = cheapest.exponent
-            measured, is_kept = self._mean_kl(cheapest.plan), self._judge(cheapest)
+            measured, is_kept = self._mean_kl(cheapest.plan), self._judge(cheapest, space)
             kl = self._relation.used_up() or measured / LOWER
             last = cheapest if is_kept else last
             if is_kept and (kl <= CLOSE_KL * measured or cheapest.predicted >= most):
@@ -133,13 +157,13 @@ class LossSearch:
     def _mean_kl(self, plan: CompilePlan) -> float:
         return self._trials.kl(plan, "search").mean
 
-    def _judge(self, candidate: Found) -> bool:
+    def _judge(self, candidate: Found, space: SearchSpace) -> bool:
         """Measure the answers of a plan, and return whether it is kept."""
         accepted, losses = self._relation.judge(self._trials, candidate.plan, "search")
         self._judged.add(candidate.plan.digest)
         self._tell.plan(candidate.plan, losses, accepted)
         if accepted:
-            self._kept.append(candidate)
+            self._kept.append((candidate, space))
         return accepted
 
     def _most_precise(self) -> Found:

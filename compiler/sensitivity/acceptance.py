@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 from moec.evaluation.results import EvaluationResult
-from moec.evaluation.statistics import ONE_SIDED_95, LossEstimate, perplexity_loss, relative_loss
+from moec.evaluation.statistics import ERROR, LossEstimate, perplexity_loss, relative_loss
 from moec.evaluation.tasks import Task
 
-ONE_SIDED_90 = 1.2816
-"""One-sided quantile of the normal distribution."""
+from ..request.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One place in the list of plans that a certificate tests, until it supports one.
+
+    quantile: normal quantile of the probability with which the search expects the plan there to be supported.
+    share: of the error of the whole list. The shares of a list sum to 1, so the error of the list is at most 5 %.
+    """
+
+    quantile: float
+    share: float
+
+    @property
+    def bound_quantile(self) -> float:
+        """Standard errors between a loss and the bound of its certificate."""
+        return NormalDist().inv_cdf(1 - ERROR * self.share)
+
+
+LEVELS = (Level(0.8416, 0.7), Level(2.0, 0.2), Level(4.0, 0.1))
+"""The list of a loss target: expected to be supported in 80 %, 97.7 % and nearly all cases.
+Source: docs/experiments/2026-11.md, 29: A list of plans for the certificate."""
 PRECISION = 0.25
 """Standard error of a loss, as a share of the target, that needs no more items."""
 CLEAR_STANDARD_ERRORS = 3.0
@@ -21,20 +44,15 @@ TRIAL_RESAMPLES = 2000
 """Enough for a standard error. The certificate uses five times as many."""
 
 
-def margin(estimate: LossEstimate, certification_items: int) -> float:
-    """Return the distance that a loss must keep from its target.
+def margin(standard_error: float, items: int, certification_items: int, level: Level = LEVELS[0]) -> float:
+    """Return the distance that a loss with this standard error on so many items must keep from its target.
 
-    It is the expected width of the certificate's one-sided 95 % bound, plus a margin for the difference of two losses.
-    So the certificate of a plan at the limit is supported with a probability of 90 %.
+    It is the expected width of the certificate's one-sided bound, plus a margin for the difference of two losses. So
+    the certificate of a plan at the limit is supported with the probability of the level.
     Source: docs/experiments/2026-11.md, 25: Acceptance rules by simulation.
     """
-    return margin_of(estimate.standard_error, estimate.n, certification_items)
-
-
-def margin_of(standard_error: float, items: int, certification_items: int) -> float:
-    """Return `margin` of a loss with this standard error on this number of items."""
     at_certification = standard_error * math.sqrt(items / max(certification_items, 1))
-    return ONE_SIDED_95 * at_certification + ONE_SIDED_90 * math.hypot(standard_error, at_certification)
+    return level.bound_quantile * at_certification + level.quantile * math.hypot(standard_error, at_certification)
 
 
 def may_be_kept(estimate: LossEstimate, target: float) -> bool:
@@ -44,12 +62,12 @@ def may_be_kept(estimate: LossEstimate, target: float) -> bool:
 
 def upper_bound(estimate: LossEstimate, certification_items: int) -> float:
     """Return the bound of a loss that the search compares with the target: the loss and its margin."""
-    return estimate.loss + margin(estimate, certification_items)
+    return estimate.loss + margin(estimate.standard_error, estimate.n, certification_items)
 
 
 def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
-    """Return whether the search accepts a loss. Acceptance implies loss + one standard error <= target."""
-    return upper_bound(estimate, certification_items) <= target
+    """Return whether the search accepts a loss."""
+    return upper_bound(estimate, certification_items) <= target and may_be_kept(estimate, target)
 
 
 def is_clear(estimate: LossEstimate, target: float, certification_items: int) -> bool:
@@ -66,6 +84,19 @@ def items_for_precision(estimate: LossEstimate, target: float) -> int:
     if not math.isfinite(estimate.standard_error):
         return 0
     return math.ceil(estimate.n * (estimate.standard_error / (PRECISION * target)) ** 2)
+
+
+def changed_share(task: Task, baseline: float, target: Target, certification_items: int) -> float | None:
+    """Return the share of changed scores up to which held-out items support a plan that loses half of the target.
+
+    The variance of a paired difference of scores of 0 and 1 is at most the share of items where they differ.
+    baseline: score of the checkpoint.
+    Returns None for tasks with other scores, and for a share above 1.
+    """
+    if task.is_perplexity or task.score_range != 1.0 or not task.higher_is_better:
+        return None
+    share = certification_items * (target.value / 2 * baseline / LEVELS[0].bound_quantile) ** 2
+    return share if share < 1 else None
 
 
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moec.evaluation.results import finite
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.hobbit_thresholds import calibrated_thresholds
@@ -18,8 +19,10 @@ from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.prepared import Prepared, measures_tasks
 from ..quantization.own_codes import units_held_by
+from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..search.space import expert_losses
+from ..sensitivity.acceptance import LEVELS
 from .compile_context import Certified, CompileContext, Planned, used_tables
 from .learning import learn
 
@@ -46,15 +49,69 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
     )
 
 
-def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
-    """Run the bundle on data that nothing else saw, learn from its routing, and measure its lossy modes."""
-    certified, prepared, measured = Certified(), context.prepared, planned.measured
-    if measured is not None and measured.texts is not None:
-        measured.trials.close()
-        with_tasks = measures_tasks(prepared.options, prepared.kept_layers.holds_model)
-        splits = prepared.splits if with_tasks else ()
-        held_out, states = measured.texts.held_out, measured.held_out_states
-        certified = Certified(*certify(partial, context.bundles, held_out, states, splits, prepared.shots))
+def write_certified(
+    context: CompileContext, planned: Planned, partial: Path
+) -> tuple[Planned, BundleManifest, Certified]:
+    """Write and certify the plan. If it is not supported, write and certify the safer plans, until one is supported.
+
+    Each test has a share of the error, so the error of the whole list is at most 5 %. If no plan is supported, the
+    bundle is that of the first one.
+    Returns the plan that was taken, the manifest of the bundle, and its measurements.
+    Source: Wiens, A fixed sequence Bonferroni procedure, 2003, without the levels that an accepted plan hands on.
+    """
+    plans = [planned, *(replace(planned, plan=plan, comparison=comparison) for plan, comparison in planned.safer)]
+    shares = [level.share for level in LEVELS] if len(plans) > 1 else [1.0]
+    results, tested = list[Certified](), list[dict[str, Any]]()
+    for plan, share in zip(plans, shares, strict=False):
+        manifest = write_bundle(context.prepared, plan, partial)
+        results.append(_certified(context, plan, partial, share))
+        tested.append(_tested(plan.plan, results[-1], share))
+        if tested[-1]["verdict"] == "supported" or len(plans) == 1:
+            return plan, manifest, replace(results[-1], tested=tested if len(plans) > 1 else ())
+        context.prepared.talk.note(_not_supported(tested[-1], len(tested) < len(plans)))
+        context.prepared.request.disk.remove_tree(partial)
+    return planned, write_bundle(context.prepared, planned, partial), replace(results[0], tested=tested)
+
+
+def _tested(plan: CompilePlan, certified: Certified, share: float) -> dict[str, Any]:
+    """Return the row of a tested plan in quality.json."""
+    losses = {name: task.loss for name, task in certified.tasks.items() if task.loss is not None}
+    verdicts = [task.verdict.status for task in certified.tasks.values() if task.verdict is not None]
+    return {
+        "expert_packed_bytes": plan.expert_packed_bytes,
+        "bits_per_weight": plan.bits_per_weight,
+        "share_of_error": share,
+        "losses": {name: loss.loss for name, loss in losses.items()},
+        "bounds": {name: finite(loss.deciding[1]) for name, loss in losses.items()},
+        "verdict": "supported" if verdicts and set(verdicts) == {"supported"} else "not supported",
+    }
+
+
+def _not_supported(tested: dict[str, Any], has_more: bool) -> str:
+    losses = ", ".join(
+        f"{name} {loss:.2%}, bound {'unknown' if (bound := tested['bounds'][name]) is None else f'{bound:.2%}'}"
+        for name, loss in tested["losses"].items()
+    )
+    further = "the next plan of the list is tested" if has_more else "no further plan is left"
+    return f"{tested['bits_per_weight']:.3f} bits per weight are not supported on held-out items ({losses}): {further}"
+
+
+def _certified(context: CompileContext, planned: Planned, partial: Path, share: float) -> Certified:
+    """Run the bundle on data that nothing else saw."""
+    prepared, measured = context.prepared, planned.measured
+    if measured is None or measured.texts is None:
+        return Certified()
+    measured.trials.close()
+    with_tasks = measures_tasks(prepared.options, prepared.kept_layers.holds_model)
+    splits = prepared.splits if with_tasks else ()
+    held_out, states = measured.texts.held_out, measured.held_out_states
+    journal = context.journal
+    return Certified(*certify(partial, context.bundles, held_out, states, splits, prepared.shots, journal, share))
+
+
+def complete_measurements(context: CompileContext, planned: Planned, certified: Certified, partial: Path) -> Certified:
+    """Learn from the routing of the bundle, and measure its lossy modes."""
+    prepared = context.prepared
     files, reports = learn(context, planned.plan, partial)
     measure_modes, modes = prepared.request.measure_modes, None
     if measure_modes is not None and prepared.splits:
@@ -88,6 +145,8 @@ def report(
         quality |= {"baseline_precision": precision, "own_codes": own_codes}
     if prepared.use is not None:
         quality |= {"use_on_devices": prepared.use.to_json()}
+    if certified.tested:
+        quality |= {"tested": list(certified.tested)}
     return {**quality, **certified.reports}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +87,8 @@ class Planned:
     store: the quantized units; None if they are made when the bundle is written.
     measured, space: measurements and choices of the search; None if the request names the format.
     comparison: the baselines of the search, or None.
+    safer: plans of less KL, and their comparisons. The certificate tests them in this order if it does not support
+        the plan.
     """
 
     plan: CompilePlan
@@ -95,6 +97,7 @@ class Planned:
     measured: Measured | None = None
     space: SearchSpace | None = None
     comparison: Comparison | None = None
+    safer: Sequence[tuple[CompilePlan, Comparison | None]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Certified:
     modes: costs of the lossy modes, or None.
     files: what was learned from its routing, as further files of the bundle by name.
     reports: what quality.json says of them.
+    tested: what quality.json says of each plan that was tested, if there are several.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
@@ -113,6 +117,7 @@ class Certified:
     modes: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
+    tested: Sequence[Mapping[str, Any]] = ()
 
 
 @contextmanager

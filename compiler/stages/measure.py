@@ -17,6 +17,7 @@ from ..calibration.collect import ActivationStatistics, unseen_notes
 from ..preflight.prepared import Prepared
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
+from ..sensitivity.acceptance import changed_share
 from ..sensitivity.answer_walk import AnswerMeter, AnswerWalk
 from ..sensitivity.fisher import asks_gradients, predictions
 from ..sensitivity.gradients import LayerGradients
@@ -98,7 +99,15 @@ def _require_baselines(context: CompileContext) -> None:
     progress = prepared.talk.progress("measuring the checkpoint on validation items")
     store = UnitStore(prepared.lowering, prepared.options.quantizer)
     tasks = task_data(prepared)
-    Trials(None, context.bundles, store, tasks, progress, context.journal, context.decisions).require_baselines()
+    trials = Trials(None, context.bundles, store, tasks, progress, context.journal, context.decisions)
+    trials.require_baselines()
+    for data in tasks:
+        share = changed_share(data.task, trials.baseline(data).value, prepared.options.target, data.certification_items)
+        if share is not None:
+            prepared.talk.note(
+                f"{data.task.name}: {data.certification_items} held-out items can support {prepared.options.target} for "
+                f"a bundle that loses half of it, if at most {share:.1%} of the answers turn right or wrong"
+            )
 
 
 def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moec.manifests.errors import TargetUnreachable
+from moec.manifests.errors import DoesNotFit, TargetUnreachable
 
 from ..preflight.device_fit import choose_objective, summarise_device
 from ..preflight.prepared import Prepared, may_compare
 from ..request.plan import CompilePlan, LossCurve, with_low_versions
 from ..request.targets import byte_weights
 from ..request.uniform import fits_all, uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
-from ..search.bisect import search
+from ..search.bisect import candidates
 from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, left_out_note, with_popularity
 from ..search.comparison_budget import affordable_here
 from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
+from ..sensitivity.acceptance import LEVELS
 from .compile_context import CompileContext, Measured, Planned, used_popularity, with_use_on_devices
 from .measure import calibrate, measure
 
@@ -28,9 +29,11 @@ def make_plan(context: CompileContext) -> Planned:
     options = context.prepared.options
     is_searched = options.target.kind != "uniform"
     planned = plan_by_search(context) if is_searched else plan_by_request(context)
-    if options.low_spec is None:
+    low = options.low_spec
+    if low is None:
         return planned
-    return replace(planned, plan=with_low_versions(planned.plan, options.low_spec, planned.store))
+    safer = [(with_low_versions(plan, low, planned.store), comparison) for plan, comparison in planned.safer]
+    return replace(planned, plan=with_low_versions(planned.plan, low, planned.store), safer=safer)
 
 
 def plan_by_request(context: CompileContext) -> Planned:
@@ -52,8 +55,12 @@ def plan_by_search(context: CompileContext) -> Planned:
     space = open_space(prepared, measured)
     # EdgeMoE's search takes the formats of dense weights from the plan. If these are fixed, no other search is needed.
     searches = not options.is_edgemoe or len(space.dense_options) > 1
+    safer = list[CompilePlan]()
     if searches:
-        plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
+        note, levels = prepared.talk.note, () if options.is_edgemoe else LEVELS[1:]
+        plan, *safer = candidates(
+            space, measured.trials, options.target, note, swaps(prepared), context.boundaries, levels
+        )
         check_device(prepared, plan)
     else:
         plan = replace(space.plain, dense=space.dense_of([0] * len(space.groups)))
@@ -61,7 +68,22 @@ def plan_by_search(context: CompileContext) -> Planned:
     if options.is_edgemoe:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
-    return Planned(plan, measured.statistics, measured.store, measured, space, comparison)
+    fitting = [safe for safe in safer if _fits(prepared, safe)]
+    compared = [(safe, None if comparison is None else _of_plan(comparison, measured, safe)) for safe in fitting]
+    return Planned(plan, measured.statistics, measured.store, measured, space, comparison, compared)
+
+
+def _fits(prepared: Prepared, plan: CompilePlan) -> bool:
+    try:
+        check_device(prepared, plan)
+    except DoesNotFit:
+        return False
+    return True
+
+
+def _of_plan(comparison: Comparison, measured: Measured, plan: CompilePlan) -> Comparison:
+    """Return the comparison of another plan with the same baselines."""
+    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "safer").mean)
 
 
 def make_curve(prepared: Prepared, planned: Planned, losses: Sequence[float]) -> LossCurve:

@@ -235,6 +235,7 @@ def promise_section(manifest: BundleManifest, quality: Mapping[str, Any] | None)
                 "bundle answered the same items."
             )
         )
+    parts += [_tested(quality["tested"])] if quality.get("tested") else []
     parts += [_gain(quality)] if quality.get("comparison") else []
     return section("promise", title, *parts)
 
@@ -267,6 +268,26 @@ def _task_row(name: str, task: Mapping[str, Any]) -> tuple[str, ...]:
         "" if kl is None else nats_text(number(kl["mean"])),
         "" if verdict is None else str(verdict["status"]),
     )
+
+
+def _tested(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Return the plans that were tested in turn, until one was supported."""
+    rows = []
+    for plan in plans:
+        bounds = [number(bound) for bound in plan["bounds"].values() if bound is not None]
+        rows.append(
+            (
+                f"{number(plan['bits_per_weight']):.3f}",
+                f"{int(number(plan['expert_packed_bytes'])):,}",
+                ", ".join(share_text(number(loss)) for loss in plan["losses"].values()),
+                ", ".join(map(share_text, bounds)) if len(bounds) == len(plan["bounds"]) else "no bound",
+                share_text(0.05 * number(plan["share_of_error"])),
+                str(plan["verdict"]),
+            )
+        )
+    header = ("plan, bits per weight", "expert bytes", "loss", "bound", "error of the bound", "verdict")
+    told = "These plans were listed before held-out items were read. They were tested in turn, until one was supported."
+    return paragraph(told) + table(header, rows)
 
 
 def _gain(quality: Mapping[str, Any]) -> str:

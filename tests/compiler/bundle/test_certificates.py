@@ -20,7 +20,7 @@ from moec.compiler.bundle.certify import (
     TaskCertificate,
     certify_divergence,
     certify_task,
-    look_counts,
+    look_positions,
 )
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
 from moec.compiler.bundle.quality import overall_verdict
@@ -218,7 +218,11 @@ def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
     ("items", "looks"), [(40, [40]), (500, [500]), (501, [500, 501]), (9000, [500, 1000, 2000, 4000, 9000])]
 )
 def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
-    assert look_counts(items) == looks
+    made = ItemSet(find_task("perplexity"), "made", tuple({"text": f"{at}"} for at in range(items)))
+    positions = look_positions(made, LOSS, 0.95)
+    assert np.cumsum([len(added) for added in positions]).tolist() == looks
+    assert sorted(at for added in positions for at in added) == list(range(items))
+    assert look_positions(made, LOSS, None) == look_positions(made, Target("kl", 1.0), 0.95) == [list(range(items))]
 
 
 def test_a_clear_case_is_decided_at_an_early_look(
