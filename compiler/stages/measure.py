@@ -105,8 +105,8 @@ def _require_baselines(context: CompileContext) -> None:
         share = changed_share(data.task, trials.baseline(data).value, prepared.options.target, data.certification_items)
         if share is not None:
             prepared.talk.note(
-                f"{data.task.name}: {data.certification_items} held-out items can support {prepared.options.target} for "
-                f"a bundle that loses half of it, if at most {share:.1%} of the answers turn right or wrong"
+                f"{data.task.name}: {data.certification_items} held-out items can support {prepared.options.target} "
+                f"for a bundle that loses half of it, if at most {share:.1%} of the answers turn right or wrong"
             )
 
 
