@@ -122,7 +122,7 @@ def test_the_checkpoint_answers_held_out_items_once(
         titles.append(type(engine).__name__ if engine is None else f"{len(items)}")
         return evaluate(task, items, engine, **more)
 
-    monkeypatch.setattr("moec.compiler.bundle.certificates.evaluate", watched)
+    monkeypatch.setattr("moec.compiler.bundle.certify.evaluate", watched)
     quality = compiled(model, texts, tmp_path / "out", Judged(False), monkeypatch)
     assert len(titles) == 1 + len(quality["tested"])
 
