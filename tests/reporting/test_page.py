@@ -17,7 +17,7 @@ from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import ManifestInvalid
 from moec.reporting.curves import Curve, CurvePoint
-from moec.reporting.figures.losses import kl_chart, loss_chart
+from moec.reporting.figures.losses import kl_chart, loss_chart, promise_section
 from moec.reporting.figures.maps import ExpertMap, Maps, rounded
 from moec.reporting.figures.replay import CacheRow, Span, TokenTimeline, side_by_side
 from moec.reporting.report import MAX_PAGE_BYTES, Replayed, Report, report_page
@@ -80,6 +80,30 @@ def test_measured_importance_is_drawn_as_measured() -> None:
 def test_the_verdict_names_its_task() -> None:
     said = "Supported for gsm8k; other tasks were not measured."
     assert QUALITY["verdict"] == "supported" and said in report_page(FULL)
+
+
+def test_every_tested_plan_has_a_row() -> None:
+    """Plans are tested in turn. A bound that is not finite is no number."""
+    rows = [
+        {"expert_packed_bytes": 1_234_567, "bits_per_weight": 1.61, "share_of_error": 0.7, "verdict": "not supported"}
+        | {"losses": {"gsm8k": 0.0171}, "bounds": {"gsm8k": 0.0222}},
+        {"expert_packed_bytes": 2_345_678, "bits_per_weight": 1.83, "share_of_error": 0.2, "verdict": "supported"}
+        | {"losses": {"gsm8k": 0.0042}, "bounds": {"gsm8k": None}},
+    ]
+    page = promise_section(MANIFEST, {**QUALITY, "tested": rows})
+    for text in (
+        "1,234,567",
+        "1.610",
+        "1.71 %",
+        "2.22 %",
+        "3.50 %",
+        "not supported",
+        "2,345,678",
+        "no bound",
+        "1.00 %",
+    ):
+        assert text in page, text
+    assert "tested in turn" not in promise_section(MANIFEST, {**QUALITY, "tested": []})
 
 
 def test_tables_have_the_numbers_of_the_certificate() -> None:

@@ -298,6 +298,9 @@ def test_the_verdict_and_its_sentence(reference: TransformersOracle, status: str
     line = verdict_line(quality)
     assert line.startswith(status) and sentence in line
     assert ("items would decide" in line) == (status in ("met", "missed"))
+    assert ("these items support about" in line) == (status in ("met", "missed"))
+    if status == "met":
+        assert "support about 3.2%: moec compile ... --loss 3.2%" in line
 
 
 def test_the_weakest_task_speaks_for_all(reference: TransformersOracle) -> None:
