@@ -90,13 +90,13 @@ class LossByKl:
         error = nearest.standard_error * math.sqrt(nearest.n / most * min(1.0, kl / max(nearest_kl, LEAST_KL)))
         return self.loss(task, kl) + margin(error, most, self._items[task], level)
 
-    def bound_of(self, plan: MeasuredPlan, task: str) -> float:
+    def bound_of(self, plan: MeasuredPlan, task: str, level: Level = LEVELS[0]) -> float:
         """Return the bound that decides on a measured plan.
 
         It is that of the expected loss at its KL. The plan's own loss plus one standard error must keep the target too.
         """
         loss = plan.losses[task]
-        return max(self.upper_bound(task, plan.kl), loss.loss + loss.standard_error)
+        return max(self.upper_bound(task, plan.kl, level), loss.loss + loss.standard_error)
 
     def accepts(self, plan: MeasuredPlan) -> bool:
         """Return whether a measured plan keeps the target in every task."""
