@@ -270,10 +270,14 @@ def _task_row(name: str, task: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+_MAX_TESTED = 16
+"""Rows of tested plans. A compile writes at most three."""
+
+
 def _tested(plans: Sequence[Mapping[str, Any]]) -> str:
     """Return the plans that were tested in turn, until one was supported."""
     rows = []
-    for plan in plans:
+    for plan in plans[:_MAX_TESTED]:
         bounds = [number(bound) for bound in plan["bounds"].values() if bound is not None]
         rows.append(
             (

@@ -27,7 +27,7 @@ WATCHED = {
     "Sweep": measure,
     "run": LayerGradients,
     "choose_objective": planning,
-    "search": planning,
+    "candidates": planning,
     "certify_task": certify,
     "compare_with_baselines": planning,
 }
@@ -139,10 +139,10 @@ def watched(
 
 Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
-    "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
+    "target": lambda result, seen: (seen["candidates"]["target"].kind, seen["candidates"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["requested"] == "size",
     "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
-    "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
+    "swaps": lambda result, seen: seen["candidates"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
 }

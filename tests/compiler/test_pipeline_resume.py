@@ -37,7 +37,7 @@ def halt(*_: object, **__: object) -> Any:
     [
         (measure_stages, "Sweep"),
         (measure_stages, "LayerGradients"),
-        (planning_stages, "search"),
+        (planning_stages, "candidates"),
         (bundle_stages, "emit"),
         (bundle_stages, "certify"),
         (bundle_stages, "finish"),
@@ -103,7 +103,7 @@ def test_every_weight_is_read_layer_by_layer_before_the_search(
     if not has_memory:
         little_memory(monkeypatch.setattr)
     monkeypatch.setattr(Lowering, "read", counting)
-    monkeypatch.setattr(planning_stages, "search", halt)
+    monkeypatch.setattr(planning_stages, "candidates", halt)
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert set(read) == set(load_file(model / "model.safetensors"))
