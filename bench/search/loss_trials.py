@@ -86,8 +86,8 @@ def simulated(
 ) -> tuple[float, float, float, float, int]:
     """Return what one search and DRAWS certificates of its plans give.
 
-    These are the mean log of the bytes of the bundle, the share of supported certificates, the share of supported ones
-    whose plan loses more than the target, the tested plans, and the plans that answered in the search.
+    These are the mean log of the bytes of the bundle, and the share of supported certificates. Further, the share of
+    supported ones whose plan loses more than the target, the tested plans, and the plans that answered in the search.
     """
     space = toy_space(toy_model(layers=4, experts=8), seed=seed)
     factors = [3 ** (2 * uniform_number(f"{seed} {row}") - 1) for row in range(space.num_factors)]
