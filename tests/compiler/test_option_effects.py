@@ -139,7 +139,9 @@ def watched(
 
 Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
-    "target": lambda result, seen: (seen["candidates"]["target"].kind, seen["candidates"]["target"].value) == ("loss", 0.3),
+    "target": lambda result, seen: (
+        (seen["candidates"]["target"].kind, seen["candidates"]["target"].value) == ("loss", 0.3)
+    ),
     "objective": lambda result, seen: seen["choose_objective"]["requested"] == "size",
     "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["candidates"]["swaps"].measurements == 3,
