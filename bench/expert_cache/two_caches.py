@@ -20,7 +20,7 @@ from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import ExpertRecords
-from moec.runtime.modes.choice import Versions, low_version_indices
+from moec.runtime.modes.expert_choice import Versions, low_version_indices
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.options.lossy import parse_modes
 from moec.runtime.prefetch.advisor import Advisor

@@ -63,7 +63,7 @@ class LossyReplay:
         options: options of the modes; empty for an exact run.
         advice: advice during the prompt.
         """
-        from moec.runtime.modes.choice import Versions, low_version_indices
+        from moec.runtime.modes.expert_choice import Versions, low_version_indices
         from moec.runtime.modes.logical_cache import LogicalCache
         from moec.runtime.prefetch.advisor import Advisor
         from moec.runtime.prefetch.predictors import table_predictor

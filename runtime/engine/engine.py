@@ -25,7 +25,7 @@ from ..bundle.open_bundle import Bundle, open_bundle
 from ..expert_cache.cache_stats import CacheStats
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
-from ..modes.choice import PassChoice
+from ..modes.expert_choice import PassChoice
 from ..modes.mode_counts import ModeCounts
 from ..options.runtime import RuntimeOptions, RuntimeSettings
 from ..text.sampling import Sampler, SamplingOptions

@@ -17,7 +17,7 @@ from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor, foresee_unimportance
-from .choice import PassChoice, Versions
+from .expert_choice import PassChoice, Versions
 from .logical_cache import LogicalCache
 from .mode_counts import ModeCounts
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.request import Ended, Event, Failed, GenerationRequest, TokenMade
 from ..engine.scheduler import QueueFull, ShuttingDown
-from .encoded import json_parts, pieces
+from .json_parts import json_parts, pieces
 from .errors import RequestError, error_of_failure, json_bytes
 from .service import Inbox, Service
 

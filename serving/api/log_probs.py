@@ -11,7 +11,7 @@ from moec.runtime.text.sampling import TokenLogProb
 from moec.runtime.text.streaming_text import TextStream
 
 from ..engine.request import Ended, TokenMade
-from .encoded import EncodedList
+from .json_parts import EncodedList
 from .errors import RequestError, bad_field
 
 TextOf: TypeAlias = Callable[[int], tuple[str, bytes]]

@@ -10,7 +10,7 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.modes.choice import PassChoice, Routed
+from moec.runtime.modes.expert_choice import PassChoice, Routed
 from moec.runtime.modes.mode_counts import ModeCounts
 from tests.runtime.modes.conftest import forced_steps
 

@@ -11,7 +11,7 @@ from moec.runtime.text.sampling import TokenLogProb
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..answer import Answer, OpenAIForm
-from ..encoded import EncodedList
+from ..json_parts import EncodedList
 from ..errors import RequestError, bad_field, shown
 from ..fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, Fields, check_unicode, read_asked
 from ..log_probs import ShownTokens, chat_log_prob

@@ -19,7 +19,7 @@ from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.routing import Router, stack_routers
-from moec.runtime.modes.choice import PassChoice, Versions
+from moec.runtime.modes.expert_choice import PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes

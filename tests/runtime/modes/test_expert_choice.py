@@ -19,7 +19,7 @@ from moec.runtime.layers.routing import (
     unimportance_by_expert,
     unimportance_of_token,
 )
-from moec.runtime.modes.choice import PassChoice, Versions
+from moec.runtime.modes.expert_choice import PassChoice, Versions
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
 
