@@ -46,7 +46,7 @@ def main() -> None:
             (task["kl"]["mean"], quality["sizes"]["expert_packed_bytes"], scores_of(options.folder / f"{name}.jsonl"))
         )
     rows.sort(key=lambda row: row[0])
-    kls, sizes, scores = ([row[at] for row in rows] for at in range(3))
+    kls, sizes, scores = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
     true_losses = [1 - plan_scores.mean() / baseline.mean() for plan_scores in scores]
     for kl, size, loss in zip(kls, sizes, true_losses, strict=True):
         print(f"KL {kl:.5f}, {size:,} bytes of experts, loss on all {len(baseline):,} items {loss:.2%}")
