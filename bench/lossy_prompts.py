@@ -23,8 +23,8 @@ from moec.cli.lossy_modes.mode_sweep import TTFT_ITEMS, QualitySweep
 from moec.cli.measuring.text_engines import BundleEngine
 from moec.evaluation.data import load_splits
 from moec.runtime.layers.routing import Routed
-from moec.runtime.modes.expert_choice import PassChoice
 from moec.runtime.modes.decoder import LossyDecoder
+from moec.runtime.modes.expert_choice import PassChoice
 from moec.runtime.options.runtime import RuntimeOptions
 
 PHASES = ("both", "answer", "prompt")

@@ -24,8 +24,8 @@ from ..memory.budget import MemoryPlan, plan_memory, require_machine_memory
 from ..memory.elastic_cache import ElasticCache
 from ..model.dense_weights import load_dense
 from ..model.forward import Model
-from ..modes.expert_choice import Versions, low_version_indices
 from ..modes.decoder import LossyDecoder, check_modes
+from ..modes.expert_choice import Versions, low_version_indices
 from ..modes.logical_cache import LogicalCache
 from ..options.runtime import MAX_THREADS, RuntimeOptions
 from ..prefetch.learned_routers import learned_routers, read_lookahead

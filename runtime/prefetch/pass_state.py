@@ -15,7 +15,7 @@ from ..layers.routing import Routed, least_unimportance
 
 
 class ExpertChoice(Protocol):
-    """Changes that one pass makes to the choice of the routers. `modes/expert_choice.py` implements it for the lossy modes."""
+    """Changes that one pass makes to the choice of the routers. The lossy modes have one (`modes/expert_choice.py`)."""
 
     @property
     def reads_unimportance(self) -> bool:

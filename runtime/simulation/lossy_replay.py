@@ -17,8 +17,8 @@ from moec.manifests.model import ModelSpec
 
 from ..layers.routing import NO_EXPERT, Router, unimportance_by_expert
 from ..model.expert_requests import choose_experts
-from ..modes.expert_choice import PassChoice, Versions
 from ..modes.decoder import LossyDecoder, MakeChoice
+from ..modes.expert_choice import PassChoice, Versions
 from ..modes.logical_cache import LogicalCache
 from ..modes.mode_counts import ModeCounts
 from ..options.lossy import BigLittle, LossyModes

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.request import Ended, Event, Failed, GenerationRequest, TokenMade
 from ..engine.scheduler import QueueFull, ShuttingDown
-from .json_parts import json_parts, pieces
 from .errors import RequestError, error_of_failure, json_bytes
+from .json_parts import json_parts, pieces
 from .service import Inbox, Service
 
 _STREAM_HEADERS = [

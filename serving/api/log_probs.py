@@ -11,8 +11,8 @@ from moec.runtime.text.sampling import TokenLogProb
 from moec.runtime.text.streaming_text import TextStream
 
 from ..engine.request import Ended, TokenMade
-from .json_parts import EncodedList
 from .errors import RequestError, bad_field
+from .json_parts import EncodedList
 
 TextOf: TypeAlias = Callable[[int], tuple[str, bytes]]
 """Returns the text and the bytes of a token."""

@@ -23,8 +23,8 @@ from moec.cli.measuring.decode_speed import measure_decode, sequence_of
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
-from moec.runtime.modes.expert_choice import PassChoice, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
+from moec.runtime.modes.expert_choice import PassChoice, best_cached
 from moec.runtime.options.lossy import DynamicPrecision, setting_text
 from moec.runtime.options.runtime import RuntimeOptions
 

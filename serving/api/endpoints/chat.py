@@ -11,9 +11,9 @@ from moec.runtime.text.sampling import TokenLogProb
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..answer import Answer, OpenAIForm
-from ..json_parts import EncodedList
 from ..errors import RequestError, bad_field, shown
 from ..fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, Fields, check_unicode, read_asked
+from ..json_parts import EncodedList
 from ..log_probs import ShownTokens, chat_log_prob
 from ..service import Service
 from .response_format import answer_masks, read_response_format
