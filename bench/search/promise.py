@@ -4,6 +4,7 @@
     moec eval BUNDLE --task gsm8k --data FRESH.jsonl --per-item FOLDER/NAME.jsonl      (for each plan)
     python -m bench.search.promise FOLDER NAME=BUNDLE ... [--target 0.02] [--draws N] [--items N] [--certified N]
 
+The answers must be those to items that no compile has read. `NAME` is the stem of a plan's file in `FOLDER`.
 Each draw takes validation and held-out items of their own from all recorded ones. The search and the certificate judge
 as in a compile, with plans of a fixed grid. A promise is false if the plan loses more than the target on all items.
 """
