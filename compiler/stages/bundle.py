@@ -55,7 +55,7 @@ def write_certified(
     """Write and certify the plan. If it is not supported, write and certify the safer plans, until one is supported.
 
     Each test has a share of the error, so the error of the whole list is at most 5 %. If no plan is supported, the
-    bundle is that of the first one.
+    bundle is that of the first one whose measured loss is inside the target, or else of the last one.
     Returns the plan that was taken, the manifest of the bundle, and its measurements.
     Source: Wiens, A fixed sequence Bonferroni procedure, 2003, without the levels that an accepted plan hands on.
     """
@@ -70,7 +70,9 @@ def write_certified(
             return plan, manifest, replace(results[-1], tested=tested if len(plans) > 1 else ())
         context.prepared.talk.note(_not_supported(tested[-1], len(tested) < len(plans)))
         context.prepared.request.disk.remove_tree(partial)
-    return planned, write_bundle(context.prepared, planned, partial), replace(results[0], tested=tested)
+    is_met = [all(task.verdict is None or task.verdict.met for task in result.tasks.values()) for result in results]
+    at = is_met.index(True) if True in is_met else len(results) - 1
+    return plans[at], write_bundle(context.prepared, plans[at], partial), replace(results[at], tested=tested)
 
 
 def _tested(plan: CompilePlan, certified: Certified, share: float) -> dict[str, Any]:

@@ -64,10 +64,11 @@ class Judged:
     """Certifies as moec does, and then replaces the verdict of each test.
 
     verdicts: whether each test supports its plan; the last one is repeated.
+    met_from: first test that measures a loss inside the target.
     """
 
-    def __init__(self, *verdicts: bool) -> None:
-        self.verdicts, self.shares = list(verdicts), list[float]()
+    def __init__(self, *verdicts: bool, met_from: int = 1) -> None:
+        self.verdicts, self.met_from, self.shares = list(verdicts), met_from, list[float]()
 
     def __call__(self, *arguments: Any) -> Any:
         self.shares.append(arguments[-1])
@@ -75,7 +76,12 @@ class Judged:
         is_supported = self.verdicts[min(len(self.shares), len(self.verdicts)) - 1]
         judged = {}
         for name, certificate in tasks.items():
-            verdict = replace(cast(Verdict, certificate.verdict), met=True, supported=is_supported, refuted=False)
+            verdict = replace(
+                cast(Verdict, certificate.verdict),
+                met=len(self.shares) >= self.met_from,
+                supported=is_supported,
+                refuted=False,
+            )
             judged[name] = replace(cast(TaskCertificate, certificate), verdict=verdict)
         return judged, divergences
 
@@ -111,6 +117,16 @@ def test_the_bundle_is_the_first_supported_plan_of_the_list(
         {k: v for k, v in contents(tmp_path / name).items() if k.startswith("experts")} for name in ("first", "none")
     ]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(("met_from", "at", "verdict"), [(2, 1, "met"), (9, -1, "missed")])
+def test_without_support_the_first_plan_that_keeps_the_target_is_taken(
+    met_from: int, at: int, verdict: str, model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quality = compiled(model, texts, tmp_path / "out", Judged(False, met_from=met_from), monkeypatch)
+    sizes = [row["expert_packed_bytes"] for row in quality["tested"]]
+    assert len(set(sizes)) == len(sizes) > 1
+    assert (quality["sizes"]["expert_packed_bytes"], quality["verdict"]) == (sizes[at], verdict)
 
 
 def test_the_checkpoint_answers_held_out_items_once(
