@@ -131,17 +131,28 @@ def read_by_python(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def test_a_prompt_reads_no_expert_twice(
     tiny_bundle: Path,
     read_by_python: Counter[int],
+    monkeypatch: pytest.MonkeyPatch,
     kind: Kind,
     prefetch: Prefetch,
 ) -> None:
-    """No expert is read ahead for the token after it, of which nothing is known."""
+    """No expert is read ahead for the token after it, of which nothing is known.
+
+    On a busy machine every advised expert can be requested before a reader takes it: advice is counted, not its reads.
+    """
+    advised, give_advice = list[int](), kind.prefetch
+
+    def noted(cache: Any, indices: Sequence[int]) -> None:
+        advised.extend(indices)
+        give_advice(cache, indices)
+
+    monkeypatch.setattr(kind, "prefetch", noted)
     with open_small(tiny_bundle, kind, prefetch) as engine:
         engine.prefill(PROMPT)
     stored, stats = engine.bundle.manifest.experts, engine.cache.stats
     assert stats.rereads == 0 and stats.evictions > 0
     assert 0.8 * len(stored) < stats.lookups <= stats.reads <= len(stored)
     assert stats.bytes_read <= sum(page_bytes(entry.size_bytes) for entry in stored)
-    assert (stats.prefetch_reads > 0) == (prefetch != "off")
+    assert bool(advised) == (prefetch != "off") and stats.prefetch_reads <= len(advised)
     if kind is PythonCache:
         assert len(read_by_python) == stats.reads and set(read_by_python.values()) == {1}
 
