@@ -34,10 +34,11 @@ class BundleEngine:
     """A runtime Engine as a TextEngine of the evaluation. Texts become tokens as in a compile.
 
     decodes: score given answers token by token. Lossy modes do that, so the times are comparable.
+    divides: generate with as many slots as fit, instead of those of the options.
     """
 
-    def __init__(self, engine: Engine, decodes: bool = False) -> None:
-        self.engine, self._decodes = engine, decodes
+    def __init__(self, engine: Engine, decodes: bool = False, divides: bool = True) -> None:
+        self.engine, self._decodes, self._divides = engine, decodes, divides
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """Continue each prompt greedily, up to a stop text or the end of the context. The end token is not counted.
@@ -56,7 +57,7 @@ class BundleEngine:
             limits.append(self.engine.new_tokens_limit(prompt, request.max_new_tokens + 1) - 1)
         prompts, drafts = [prompt for prompt, _ in pairs], [draft for _, draft in pairs]
         stops = [request.stop for request in requests]
-        answers = generate_many(self.engine, prompts, drafts, limits, progress, stops)
+        answers = generate_many(self.engine, prompts, drafts, limits, progress, stops, self._divides)
         return [
             Generation(self.engine.tokenizer.decode(answer), len(answer), len(prompt))
             for answer, (prompt, _) in zip(answers, pairs, strict=True)
@@ -153,7 +154,7 @@ def bundle_engine(
         lambda fitting: open_engine(path, fitting, kernels, allow_partial=allow_partial), options, shrinks
     )
     with opened as engine:
-        yield BundleEngine(engine)
+        yield BundleEngine(engine, divides=shrinks)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from moec.evaluation.data import ItemSet, SplitData
-from moec.evaluation.engine import TextEngine
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, TextEngine
 from moec.evaluation.results import EvaluationResult, finite, identity
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.statistics import divergence as token_divergences
 from moec.evaluation.tasks import Item, Task
-from moec.profiles.probe import resident_set_bytes
+from moec.manifests.progress import Progress
 
 from ..families import Lowering
 from ..request.options import Talk
@@ -109,8 +109,8 @@ def certify(
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks.
 
-    For the tasks the checkpoint answers as well, once, from a temporary bundle of its own weights. Each of the two
-    runtimes has half of the memory that is left. A runtime counts all memory of its process, so that of the other, too.
+    For the tasks the checkpoint answers as well, once, from a temporary bundle of its own weights. One runtime is open
+    at a time, and has all memory that is left.
     Other machines of a cluster may generate answers. The KL always comes from this machine.
     held_out: held-out answers by task.
     states: normed residual stream of the unquantized model at their scored tokens, [A, D], by task.
@@ -127,29 +127,18 @@ def certify(
     if not splits:
         return {}, divergences
     certificates = {}
-    plain = plain_plan(lowering.model, lowering.spec_16bit, request.options.quantizer)
-    stages = [
-        baseline_stage(split.task, [split.test.items[at] for at in positions], shots[split.task.name])
-        for split in splits
-        for positions in look_positions(split.test, request.options.target, request.options.confidence)
-    ]
-    with ExitStack() as opened:
-        reference: TextEngine | None = None
-        if any(journal.get(stage) is None for stage in stages):
-            half = (bundles.room_bytes - resident_set_bytes()) // 2
-            reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
 
-        def recorded(stage: str, measure: Callable[[], EvaluationResult]) -> EvaluationResult:
-            return EvaluationResult.from_json(journal.json(stage, lambda: measure().to_json(per_item=True)))
+    def recorded(stage: str, measure: Callable[[], EvaluationResult]) -> EvaluationResult:
+        return EvaluationResult.from_json(journal.json(stage, lambda: measure().to_json(per_item=True)))
 
-        certified: TextEngine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
+    with _Turns(bundles, partial) as turns:
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
                 split.test,
                 shots[name],
-                reference,
-                certified,
+                _Turn(turns.checkpoint),
+                _Turn(turns.bundle),
                 request.options.target,
                 request.talk,
                 divergences[name].divergence,
@@ -158,6 +147,62 @@ def certify(
                 recorded,
             )
     return certificates, {}
+
+
+class _Turns:
+    """The runtime on the checkpoint or on the bundle. Opening one closes the other."""
+
+    def __init__(self, bundles: PlanBundles, partial: Path) -> None:
+        self._bundles, self._partial = bundles, partial
+        self._written, self._opened = ExitStack(), ExitStack()
+        self._checkpoint: Path | None = None
+        self._path, self._engine = Path(), None
+
+    def __enter__(self) -> _Turns:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._opened.close()
+        finally:
+            self._written.close()
+
+    def bundle(self) -> TextEngine:
+        """Return the runtime on the bundle."""
+        return self._open(self._partial)
+
+    def checkpoint(self) -> TextEngine:
+        """Return the runtime on the checkpoint's own weights. They are written once."""
+        if self._checkpoint is None:
+            lowering, quantizer = self._bundles.lowering, self._bundles.request.options.quantizer
+            self._opened.close()
+            self._engine = None
+            plain = plain_plan(lowering.model, lowering.spec_16bit, quantizer)
+            self._checkpoint = self._written.enter_context(self._bundles.written(plain, None, UNQUANTIZED))
+        return self._open(self._checkpoint)
+
+    def _open(self, path: Path) -> TextEngine:
+        if self._engine is None or path != self._path:
+            self._opened.close()
+            self._engine = None
+            self._engine = self._opened.enter_context(self._bundles.open_runtime(path, self._bundles.room_bytes))
+            self._path = path
+        return self._engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One of two engines of a certificate, opened when it is used. engine: opens it."""
+
+    engine: Callable[[], TextEngine]
+
+    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+        """See TextEngine."""
+        return list(self.engine().generate(requests, progress))
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+        """See TextEngine."""
+        return list(self.engine().answer_log_probs(pairs, progress))
 
 
 def _certify_answers(
@@ -255,7 +300,7 @@ class _ComparedTokens:
 def certify_task(
     items: ItemSet,
     shots: tuple[Item, ...],
-    reference: TextEngine | None,
+    reference: TextEngine,
     engine: TextEngine,
     target: Target,
     talk: Talk,
@@ -268,7 +313,7 @@ def certify_task(
 
     items: items that only the certificate uses.
     shots: solved examples before each item.
-    reference: the checkpoint; None if `recorded` has all of its results.
+    reference: the checkpoint.
     divergence: KL and agreement on held-out answers.
     confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
         the error. None: one look at all items, at 95 %.
@@ -285,8 +330,6 @@ def certify_task(
 
         def answer(items: Sequence[Item] = chosen, title: str = title) -> EvaluationResult:
             progress = talk.progress(f"baseline on {title}")
-            if reference is None:
-                raise RuntimeError("the journal lost a result of the checkpoint")
             return evaluate(task, items, reference, shots=shots, progress=progress)
 
         answered = recorded(baseline_stage(task, chosen, shots), answer)

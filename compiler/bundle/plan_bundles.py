@@ -93,15 +93,18 @@ class PlanBundles:
     open_runtime: OpenEngine
 
     @contextmanager
-    def opened(
-        self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL, memory_bytes: int | None = None
-    ) -> Iterator[TextEngine]:
+    def opened(self, plan: CompilePlan, store: UnitStore | None) -> Iterator[TextEngine]:
         """Open the runtime on the bundle of a plan. The bundle is removed afterwards.
 
         store: quantized units. None for a plan without any.
-        memory_bytes: of the process with the runtime. None: room_bytes.
         Raises the errors of emit, and those of the runtime if it does not fit into the room.
         """
+        with self.written(plan, store) as partial, self.open_runtime(partial, self.room_bytes) as engine:
+            yield engine
+
+    @contextmanager
+    def written(self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL) -> Iterator[Path]:
+        """Write the bundle of a plan, which is removed afterwards. Raises the errors of emit."""
         with self._folder(name) as partial:
             emit(
                 self.lowering,
@@ -111,8 +114,7 @@ class PlanBundles:
                 disk=self.request.disk,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
-            with self.open_runtime(partial, self.room_bytes if memory_bytes is None else memory_bytes) as engine:
-                yield engine
+            yield partial
 
     @contextmanager
     def _folder(self, name: str) -> Iterator[Path]:

@@ -87,10 +87,8 @@ def cluster_session(
     checkpoint, model = lowering.checkpoint, lowering.model
 
     def need(cpus: int) -> int:
-        # The certificate of a task has two bundles open, one of them at 16 bits.
-        runtimes = certifying_bytes(model, 0, runtimes=2)
         prices = gradients_bytes(model, 0, 0, specs, cpus)
-        return max(layer_worker_bytes(model, specs, cpus), prices, runtimes)
+        return max(layer_worker_bytes(model, specs, cpus), prices, certifying_bytes(model, 0))
 
     # A relative path is another folder on another machine. A source that is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()

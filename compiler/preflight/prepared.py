@@ -177,16 +177,14 @@ class MemoryNeed:
     def bytes_with(self, texts: TextLimits) -> int:
         """Return the peak memory with one loaded layer: of the passes, or of the certificate.
 
-        texts: sizes of the texts. Shorter data needs less. With LARGE_TEXTS tasks are certified for every target.
+        texts: sizes of the texts. Shorter data needs less.
         """
         model, specs, threads = self.model, self.specs, self.threads
         scored = texts.scored(self.tasks)
         peak = sweep_bytes(model, texts.calibration + scored, texts.probe, specs, threads)
         if asks_gradients(self.options.sensitivity, model):
             peak = max(peak, gradients_bytes(model, texts.gradients, scored, specs, threads))
-        # The certificate of tasks runs two bundles. One of them holds the checkpoint's own weights.
-        runtimes = 1 + measures_tasks(self.options, texts == LARGE_TEXTS)
-        return max(peak, certificate_bytes(model) + certifying_bytes(model, scored, runtimes))
+        return max(peak, certificate_bytes(model) + certifying_bytes(model, scored))
 
 
 def measures_tasks(options: CompileOptions, holds_model: bool) -> bool:

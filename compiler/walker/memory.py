@@ -122,10 +122,10 @@ def quantizing_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
     return expert + 5 * _FLOAT * max(model.hidden_size, *(layer.experts.width for layer in model.layers)) ** 2
 
 
-def certifying_bytes(model: ModelSpec, scored_tokens: int, runtimes: int = 1) -> int:
-    """Return the least memory of the runtimes that certify, with the compile around them.
+def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
+    """Return the least memory of the runtime that certifies, with the compile around it.
 
-    Each has dense weights and the experts of one token at 16 bits, keys and values of the default context, and its
+    It has dense weights and the experts of one token at 16 bits, keys and values of the default context, and its
     passes.
     scored_tokens: of scored texts.
     """
@@ -136,7 +136,7 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int, runtimes: int = 1) ->
     scratch = _FLOAT * MAX_PASS_TOKENS * (9 * model.hidden_size + widest)
     scratch += 2 * _FLOAT * LOGITS_ROWS_PER_SLOT * ANSWER_SLOTS * model.vocab_size  # logits, and a copy
     states = _FLOAT * model.hidden_size * scored_tokens
-    return COMPILE_PROCESS_BYTES + states + runtimes * (_HALF * (dense + experts) + cache + scratch)
+    return COMPILE_PROCESS_BYTES + states + _HALF * (dense + experts) + cache + scratch
 
 
 def certificate_bytes(model: ModelSpec) -> int:

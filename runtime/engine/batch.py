@@ -8,15 +8,16 @@ Every row of a pass depends only on its own sequence. So the answer is the one o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from .engine import Engine
+from .slots import common_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,16 @@ def generate_many(
     limits: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
     stops: Sequence[Sequence[str]] | None = None,
+    divides: bool = False,
 ) -> list[list[int]]:
     """Return the greedy answers without eos, in the order of the prompts.
 
-    drafts: one per prompt; empty for none. Lossy modes ignore them: a pass that checks a draft decides as for a prompt.
-
+    drafts: one per prompt; empty for none. They are left out once most of their tokens proved wrong. Lossy modes ignore
+        them: a pass that checks a draft decides as for a prompt.
     limits: most new tokens of each answer.
     progress: called with the number of finished answers and of all answers.
     stops: texts that end each answer. The token that completes such a text is the last one.
+    divides: have as many slots as these texts let fit, instead of those of the options.
     Raises ContextOverflow if a prompt does not fit.
     Raises InputError if a prompt is empty, or an id is outside the vocabulary.
     """
@@ -121,51 +124,140 @@ def generate_many(
     for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
         engine.check_vocabulary(draft)
-    with engine.exclusive:
-        return _answers(engine, prompts, drafts, limits, progress, stops)
+    with engine.exclusive, ExitStack() as opened:
+        waiting = []
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
+        for i in reversed(order):
+            limit = engine.new_tokens_limit(prompts[i], limits[i])
+            draft = list(drafts[i])[: max(0, limit - 1)]  # not longer than the room that is left
+            waiting.append(RunningSequence(i, list(prompts[i]), draft, limit, stops[i]))
+        if divides and engine.is_exact and waiting:
+            longest = max(len(item.prompt) + item.limit for item in waiting)
+            opened.enter_context(engine.divided_slots(min(longest, engine.memory.context)))
+        return _Answers(engine, prompts).run(waiting, progress)
 
 
-def _answers(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    drafts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    progress: Callable[[int, int], None] | None,
-    stops: Sequence[Sequence[str]],
-) -> list[list[int]]:
-    """Return the answers of `generate_many` to prompts that were checked."""
-    ends = _Ends(engine)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
-    waiting = []
-    for i in reversed(order):
-        limit = engine.new_tokens_limit(prompts[i], limits[i])
-        draft = list(drafts[i])[: max(0, limit - 1)]  # not longer than the room that is left
-        waiting.append(RunningSequence(i, list(prompts[i]), draft, limit, stops[i]))
-    results: list[list[int]] = [[] for _ in prompts]
-    free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
-    while waiting or running:
-        admitted = _admit(waiting, free)
-        if admitted:
-            _prefill(engine, admitted, ends)
-            running += admitted
-        still = []
-        for item in running:
-            if item.is_finished:
-                results[item.index] = [token for token in item.produced if token not in ends.tokens]
-                free.append(item.slot)
-                done += 1
-            else:
-                still.append(item)
-        if progress is not None and len(still) != len(running):
-            progress(done, len(prompts))
-        running = still
-        if running and not (waiting and len(free) * 2 >= engine.options.slots):
-            tokens = [item.produced[-1] for item in running]
-            positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
-            logits = engine.decode(tokens, [item.slot for item in running], positions)
-            for item, token in zip(running, np.argmax(logits, axis=1).tolist(), strict=True):
-                ends.add(item, token)
-    return results
+_SHARED_TOKENS = 16
+"""Least tokens at the beginning of all prompts that are computed once and copied."""
+_JUDGED_TOKENS = 1024
+"""Tokens of drafts after which it is known whether drafts pay."""
+_PAYING_SHARE = 0.5
+"""Share of right tokens from which drafts pay. A token of a prompt takes about half the time of a decoded one."""
+
+
+class _Answers:
+    """The answers of one call.
+
+    shared: tokens at the beginning of all prompts that are computed once.
+    holders: slots that hold these tokens. Nothing overwrites them.
+    drafted, right: tokens of drafts that were checked, and those that were greedy.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+        self._engine, self._ends, self._holders = engine, _Ends(engine), list[int]()
+        self._drafted = self._right = self._shared = 0
+        if engine.is_exact and engine.slots.can_reuse and len(prompts) > 1:
+            shared = min(common_length(prompts[0], prompt) for prompt in prompts)
+            shared = min(shared, min(map(len, prompts)) - 1)
+            self._shared = shared if shared >= _SHARED_TOKENS else 0
+
+    def run(
+        self, waiting: list[RunningSequence], progress: Callable[[int, int], None] | None = None
+    ) -> list[list[int]]:
+        """Return the answers.
+
+        waiting: sequences whose prompts were checked, the next one last. It becomes empty.
+        """
+        engine, count = self._engine, len(waiting)
+        results: list[list[int]] = [[] for _ in waiting]
+        free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
+        while waiting or running:
+            admitted = self._admit(waiting, free)
+            if admitted:
+                self._prefill(admitted)
+                running += admitted
+            still = []
+            for item in running:
+                if item.is_finished:
+                    results[item.index] = [token for token in item.produced if token not in self._ends.tokens]
+                    free.append(item.slot)
+                    done += 1
+                else:
+                    still.append(item)
+            if progress is not None and len(still) != len(running):
+                progress(done, count)
+            running = still
+            if running and not (waiting and len(free) * 2 >= engine.options.slots):
+                for item, token in zip(running, self._next_tokens(running), strict=True):
+                    self._ends.add(item, token)
+        return results
+
+    def _next_tokens(self, running: Sequence[RunningSequence]) -> list[int]:
+        """Return the next greedy token of each sequence."""
+        tokens = [item.produced[-1] for item in running]
+        slots = [item.slot for item in running]
+        positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
+        if self._engine.is_exact:
+            return self._greedy(self._engine.step(tokens, slots, positions))
+        return list(np.argmax(self._engine.decode(tokens, slots, positions), axis=1).tolist())
+
+    def _greedy(self, hidden: np.ndarray) -> list[int]:
+        """Return the likeliest next token of each row, [T, D], as many at once as there is memory for logits."""
+        tokens = list[int]()
+        for start in range(0, len(hidden), self._engine.logits_rows):
+            rows = hidden[start : start + self._engine.logits_rows]
+            tokens += np.argmax(self._engine.model.logits(rows), axis=1).tolist()
+        return tokens
+
+    def _admit(self, waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
+        admitted: list[RunningSequence] = []
+        tokens = 0
+        if self._drafted >= _JUDGED_TOKENS and self._right < _PAYING_SHARE * self._drafted:
+            for item in waiting:
+                item.draft = []
+        while waiting and free:
+            need = len(waiting[-1].prompt) - self._shared + len(waiting[-1].draft)
+            if admitted and tokens + need > MAX_PASS_TOKENS:
+                break
+            item = waiting.pop()
+            item.slot = free.pop()
+            tokens += need
+            admitted.append(item)
+        return admitted
+
+    def _prefill(self, items: list[RunningSequence]) -> None:
+        """Run prompts and drafts. Keeps the part of each draft that is right, and the first token after it."""
+        engine = self._engine
+        if not self._holders:
+            engine.begin_sequence()
+        texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
+        for item, text in zip(items, texts, strict=True):
+            item.prompt = text
+            if self._shared:
+                self._take_shared(item)
+        parts = [TextPart(item.slot, (item.prompt + item.draft)[self._shared :], self._shared) for item in items]
+        for computed_parts, hidden in text_passes(engine, parts):
+            for computed in computed_parts:
+                item = items[computed.which]
+                predicting = [row for row in range(len(computed.rows)) if computed.first + row >= len(item.prompt) - 1]
+                if predicting:
+                    greedy = self._greedy(hidden[computed.rows[predicting]])
+                    _accept(item, computed.first + predicting[0], greedy, self._ends)
+        for item in items:
+            self._drafted += len(item.draft)
+            self._right += common_length(item.draft, item.produced)
+
+    def _take_shared(self, item: RunningSequence) -> None:
+        """Let the slot of a sequence hold the tokens that all prompts begin with."""
+        if not self._holders:
+            for _ in text_passes(self._engine, [TextPart(item.slot, item.prompt[: self._shared])]):
+                pass
+        elif item.slot not in self._holders:
+            slots = self._engine.slots.slots
+            self._engine.copy_prefix(slots[self._holders[0]], slots[item.slot], self._shared)
+        else:
+            return
+        self._holders.append(item.slot)
 
 
 class _Ends:
@@ -182,39 +274,6 @@ class _Ends:
         if item.stop and not item.has_ended:
             text = self._engine.tokenizer.decode(item.produced[-STOP_WINDOW_TOKENS:])
             item.has_ended = any(stop in text for stop in item.stop)
-
-
-def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
-    admitted: list[RunningSequence] = []
-    tokens = 0
-    while waiting and free:
-        need = len(waiting[-1].prompt) + len(waiting[-1].draft)
-        if admitted and tokens + need > MAX_PASS_TOKENS:
-            break
-        item = waiting.pop()
-        item.slot = free.pop()
-        tokens += need
-        admitted.append(item)
-    return admitted
-
-
-def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
-    """Run prompts and drafts. Keeps the part of each draft that is right, and the first token after it."""
-    engine.begin_sequence()
-    texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
-    for item, text in zip(items, texts, strict=True):
-        item.prompt = text
-    step = LOGITS_ROWS_PER_SLOT * engine.options.slots
-    for parts, hidden in text_passes(engine, [TextPart(item.slot, item.prompt + item.draft) for item in items]):
-        for computed in parts:
-            item = items[computed.which]
-            predicting = [row for row in range(len(computed.rows)) if computed.first + row >= len(item.prompt) - 1]
-            greedy = list[int]()
-            for start in range(0, len(predicting), step):
-                rows = computed.rows[predicting[start : start + step]]
-                greedy += np.argmax(engine.model.logits(hidden[rows]), axis=1).tolist()
-            if predicting:
-                _accept(item, computed.first + predicting[0], greedy, ends)
 
 
 def _accept(item: RunningSequence, position: int, greedy: list[int], ends: _Ends) -> None:
@@ -294,9 +353,8 @@ def _force_together(
             predicting = [
                 row for row in range(len(computed.rows)) if computed.first + row >= len(texts[computed.which]) - 1
             ]
-            step = LOGITS_ROWS_PER_SLOT * engine.options.slots
-            for start in range(0, len(predicting), step):
-                chunk = computed.rows[predicting[start : start + step]]
+            for start in range(0, len(predicting), engine.logits_rows):
+                chunk = computed.rows[predicting[start : start + engine.logits_rows]]
                 take(group[computed.which], engine.model.logits(hidden[chunk]))
 
 

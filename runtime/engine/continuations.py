@@ -14,7 +14,6 @@ import numpy as np
 
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from ..text.sampling import shifted_and_total
 from .batch import TextPart, force_answers, text_passes
@@ -130,7 +129,7 @@ class _SharedContexts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._pool = engine, engine.slots
-        self._rows = LOGITS_ROWS_PER_SLOT * engine.options.slots
+        self._rows = engine.logits_rows
 
     def run(self, groups: Iterator[Group]) -> Iterator[list[AnswerTotal]]:
         """Yield the scores of each group."""

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +20,20 @@ import numpy as np
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, MoecError, OptionError
 from moec.manifests.files.strict_json import shown
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from ..bundle.eviction_weights import with_fitted_weights
 from ..bundle.open_bundle import Bundle, open_bundle
 from ..expert_cache.cache_stats import CacheStats
 from ..layers.kv_cache import KVCache
-from ..memory.budget import require_memory_for_manifest
+from ..memory.budget import MemoryPlan, require_memory_for_manifest
 from ..modes.expert_choice import PassChoice
 from ..modes.mode_counts import ModeCounts
 from ..options.runtime import RuntimeOptions, RuntimeSettings
 from ..text.sampling import Sampler, SamplingOptions
 from ..text.streaming_text import StopTexts, TextStream
 from ..text.tokenizer import checked_ids
+from .answer_slots import answer_slots
 from .exclusive_use import ExclusiveUse, exclusively
 from .mode_line import mode_line
 from .open_engine import open_parts
@@ -123,6 +126,7 @@ class Engine:
     Threads may take turns. A call raises ExecutionError while another thread is in a call, or holds `exclusive`.
     A caller holds `exclusive` around several calls that must not be interrupted.
     slots: what each slot of the keys and values holds.
+    logits_rows: most rows whose logits the memory plan holds.
     """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
@@ -147,6 +151,7 @@ class Engine:
         self.code_path = parts.path
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
         has_capacities = any(layer.experts.router.capacity for layer in self.model.spec.layers)
+        self.logits_rows = LOGITS_ROWS_PER_SLOT * self.options.slots
         self.slots = SlotPool(self.options.slots, self.model.spec.encoder is None and not has_capacities)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
@@ -190,6 +195,34 @@ class Engine:
             self.accelerator.uses_dense = on_device
         self.slots.begin(keeps_tokens=False)
         self._sequence += 1
+
+    @contextmanager
+    def divided_slots(self, positions: int) -> Iterator[None]:
+        """Have as many slots of so many positions as fit, inside a `with` block, if these are more than there are.
+
+        What the slots held is lost. An encoder and an accelerator keep their slots.
+        """
+        options, memory = self.options, self.memory
+        count = answer_slots(self.bundle.manifest, memory, options, positions)
+        if count <= options.slots or self.model.spec.encoder is not None or self.accelerator is not None:
+            yield
+            return
+        try:
+            self._arrange_slots(replace(options, slots=count), replace(memory, context=positions))
+            yield
+        finally:
+            self._arrange_slots(options, memory)
+
+    def _arrange_slots(self, options: RuntimeOptions, memory: MemoryPlan) -> None:
+        dense_part, _ = self.dense_on_host
+        del self.kv, self.dense_on_host  # its memory is given back before there is a second one
+        self.options, self.memory = options, memory
+        self.kv = KVCache(self.model.spec, options.slots, memory.context, options.kv)
+        self.dense_on_host = dense_part, self.kv
+        self.slots = SlotPool(options.slots, self.slots.can_reuse)
+        self._sequence += 1
+        if self._elastic is not None:
+            self._elastic.begin(options.slots, memory.context)
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """Return the bytes of the expert cache while one sequence of so many positions is decoded."""

@@ -31,7 +31,7 @@ class CacheBudget:
 
     def __init__(self, manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions) -> None:
         """plan: has budget_bytes. Its cache_bytes is the size next to a full context and the longest pass."""
-        self._plan, self._element_bytes = plan, np.dtype(KV_TYPES[options.kv]).itemsize
+        self._plan, self._context, self._element_bytes = plan, plan.context, np.dtype(KV_TYPES[options.kv]).itemsize
         attentions = manifest.model.cached_attentions
         self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
         self._token_bytes = pass_bytes(manifest.model, 1)
@@ -53,7 +53,7 @@ class CacheBudget:
         total, page = 0, mmap.PAGESIZE
         for (runs, head_size), layers in self._heads.items():
             for positions in longest:
-                run = min(positions, self._plan.context) * head_size * self._element_bytes
+                run = min(positions, self._context) * head_size * self._element_bytes
                 total += layers * runs * (-(-run // page) + 1) * page  # a range may begin within a page
         return total
 
@@ -68,6 +68,11 @@ class ElasticCache(CacheBudget):
         super().__init__(manifest, plan, options)
         self._cache = cache
         self._longest = [0] * options.slots  # positions that were ever written; their pages stay in memory
+
+    def begin(self, slots: int, context: int) -> None:
+        """Take note of new keys and values, of which no position is written."""
+        self._longest, self._context = [0] * slots, context
+        self._resize(1)
 
     def before_pass(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Free the memory that keys, values and working memory of this pass need."""

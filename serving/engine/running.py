@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import Placement
 from moec.runtime.expert_cache.cache_stats import CacheStats
@@ -169,7 +168,7 @@ class PassRunner:
     def __init__(self, engine: Engine, prefill_tokens: int, fail: Fail, activity: Activity) -> None:
         self._engine, self._fail, self._activity = engine, fail, activity
         self._prefill_tokens = prefill_tokens
-        self._rows = LOGITS_ROWS_PER_SLOT * engine.options.slots
+        self._rows = engine.logits_rows
         routers = [layer.experts.router for layer in engine.model.spec.layers]
         self._divides_prompts = not any(router.capacity for router in routers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,3 +172,63 @@ def test_forced_logits_are_the_rows_of_the_whole(engine: Engine, prompts: list[l
         whole = engine.logits([*prompt, *answer])
         expected = whole[max(0, len(prompt) - 1) : -1]
         assert rows.shape == expected.shape and np.array_equal(rows.view(np.uint32), expected.view(np.uint32))
+
+
+def test_short_texts_get_more_slots(engine: Engine, prompts: list[list[int]], alone: list[list[int]]) -> None:
+    """The memory of keys and values is divided by the longest text, and is as before afterwards."""
+    seen, step = set[int](), engine.step
+
+    def noted(tokens: list[int], slots: list[int], positions: list[int]) -> np.ndarray:
+        seen.update(slots)
+        assert engine.kv.context == engine.memory.context == len(prompts[3]) + 8
+        return np.asarray(step(tokens, slots, positions))
+
+    short = [prompts[3]] * 12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", noted)
+        found = generate_many(engine, short, [[]] * 12, [8] * 12, divides=True)
+    steps = engine.generate(prompts[3], max_new_tokens=8)
+    assert found == [[step.token_id for step in steps]] * 12
+    assert len(seen) == 12 > engine.options.slots == 3
+    assert engine.kv.context == engine.memory.context == CONTEXT and len(engine.slots.slots) == 3
+    assert generate_many(engine, prompts, [[]] * len(prompts), LIMITS, divides=True) == alone
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_common_beginning_is_computed_once(engine: Engine, prompts: list[list[int]], divides: bool) -> None:
+    beginning = prompts[-3]
+    asked = [[*beginning, *prompt] for prompt in prompts[:8]]
+    expected = [[step.token_id for step in engine.generate(prompt, max_new_tokens=8)] for prompt in asked]
+    computed, step = list[int](), engine.step
+
+    def noted(tokens: list[int], slots: list[int], positions: list[int]) -> np.ndarray:
+        computed.extend(position for position in positions if position < len(beginning))
+        return np.asarray(step(tokens, slots, positions))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", noted)
+        assert generate_many(engine, asked, [[]] * 8, [8] * 8, divides=divides) == expected
+    assert sorted(computed) == list(range(len(beginning)))
+
+
+def test_drafts_that_are_wrong_are_left_out(
+    engine: Engine, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cost a pass over all of their tokens. Right ones stay."""
+    monkeypatch.setattr(batch, "_JUDGED_TOKENS", 4)
+    checked = dict[str, int]()
+    for kind in ("wrong from the start", "right"):
+        tokens, step = list[int](), engine.step
+
+        def noted(some: list[int], *places: list[int]) -> np.ndarray:
+            tokens.extend(some)  # noqa: B023
+            return np.asarray(step(some, *places))  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", noted)
+            assert generate_many(engine, prompts, drafts_of(kind, alone), LIMITS) == alone
+        checked[kind] = len(tokens)
+    least = sum(PROMPT_LENGTHS) + sum(len(answer) - 1 for answer in alone)  # each token of a text once
+    assert checked["right"] == least
+    wrong = sum(len(answer) - 1 for answer in alone)
+    assert least < checked["wrong from the start"] < least + wrong

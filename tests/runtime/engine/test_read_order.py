@@ -138,6 +138,7 @@ def test_a_prompt_reads_no_expert_twice(
     """No expert is read ahead for the token after it, of which nothing is known.
 
     On a busy machine every advised expert can be requested before a reader takes it: advice is counted, not its reads.
+    The extension gives its advice itself.
     """
     advised, give_advice = list[int](), kind.prefetch
 
@@ -152,8 +153,9 @@ def test_a_prompt_reads_no_expert_twice(
     assert stats.rereads == 0 and stats.evictions > 0
     assert 0.8 * len(stored) < stats.lookups <= stats.reads <= len(stored)
     assert stats.bytes_read <= sum(page_bytes(entry.size_bytes) for entry in stored)
-    assert bool(advised) == (prefetch != "off") and stats.prefetch_reads <= len(advised)
+    assert stats.prefetch_reads == 0 or prefetch != "off"
     if kind is PythonCache:
+        assert bool(advised) == (prefetch != "off") and stats.prefetch_reads <= len(advised)
         assert len(read_by_python) == stats.reads and set(read_by_python.values()) == {1}
 
 
