@@ -117,5 +117,8 @@ def open_executed(bundles: PlanBundles, plain: CompilePlan, answers: AnswerTexts
 
     plain: the plan at 16 bits.
     """
-    with bundles.opened(plain, None, UNQUANTIZED) as reference:
+    with (
+        bundles.written(plain, None, UNQUANTIZED) as folder,
+        bundles.open_runtime(folder, bundles.room_bytes) as reference,
+    ):
         yield ExecutedPlans(bundles, cast(BundleEngine, reference), answers)

@@ -156,7 +156,8 @@ class _Turns:
         self._bundles, self._partial = bundles, partial
         self._written, self._opened = ExitStack(), ExitStack()
         self._checkpoint: Path | None = None
-        self._path, self._engine = Path(), None
+        self._path = Path()
+        self._engine: TextEngine | None = None
 
     def __enter__(self) -> _Turns:
         return self

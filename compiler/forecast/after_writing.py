@@ -20,9 +20,8 @@ from ..linear_maps import (
 )
 from ..preflight.prepared import Prepared
 from ..request.ports import MeasureModes, ModesWork
-from ..search.comparison_budget import active_weights
 from ..stages.learning import sample_bytes, sample_texts
-from ..walker.memory import all_weights, certifying_bytes, expert_weights, resident_bytes
+from ..walker.memory import active_weights, all_weights, certifying_bytes, expert_weights, resident_bytes
 from .answers import count_mode_answers
 from .rates import DiskRates, LayerRates
 from .stages import StageForecast, layer_scales

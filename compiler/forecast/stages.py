@@ -27,8 +27,6 @@ from ..search.comparison_budget import (
     EDGEMOE_BITWIDTHS,
     UNIFORM,
     ItemCounts,
-    active_layer_weights,
-    active_weights,
     affordable,
     baseline_items,
     bisections,
@@ -40,6 +38,8 @@ from ..sensitivity.fisher import asks_gradients
 from ..stages.encode_texts import CompileTexts
 from ..walker.memory import (
     COMPILE_PROCESS_BYTES,
+    active_layer_weights,
+    active_weights,
     all_weights,
     gradients_bytes,
     layer_weights,
@@ -175,7 +175,7 @@ class SearchForecast:
         """Return the number of plans that are measured by their KL, by the title of their stage."""
         swaps = self._prepared.options.swaps
         if swaps is None:
-            swaps = SWAPS if self._holds_model else 0
+            swaps = SWAPS if self._prepared.kept_layers.has_cheap_plans else 0
         plans = {"loss": USUAL_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
         return {"measuring plans by their KL": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
 
@@ -190,7 +190,7 @@ class SearchForecast:
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
         is_asked = prepared.options.comparisons
         is_possible = bool(formats) and all(per_row.fits(columns) for _, columns in shapes)
-        if not is_possible or not may_compare(prepared.options, self._holds_model):
+        if not is_possible or not may_compare(prepared.options, prepared.kept_layers):
             return []
         validation = [len(split.validation.items) for split in prepared.splits]
         counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)

@@ -32,7 +32,6 @@ from ..request.uniform import uniform_spec
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.memory import (
-    LARGE_TEXTS,
     NOTHING_KEPT,
     SMALL_TEXTS,
     KeptLayers,
@@ -43,6 +42,7 @@ from ..walker.memory import (
     gradients_bytes,
     resident_bytes,
     sweep_bytes,
+    usual_texts,
 )
 from ..workspace.journal import JOURNAL_FORMAT
 from .preflight import routed_widths
@@ -192,9 +192,9 @@ def measures_tasks(options: CompileOptions, holds_model: bool) -> bool:
     return options.target.kind == "loss" or holds_model
 
 
-def may_compare(options: CompileOptions, holds_model: bool) -> bool:
-    """Return whether baselines may be measured: on request, and by default if memory holds the model."""
-    return holds_model if options.comparisons is None else options.comparisons
+def may_compare(options: CompileOptions, kept_layers: KeptLayers) -> bool:
+    """Return whether baselines may be measured: on request, and by default if plans are cheap to measure."""
+    return kept_layers.has_cheap_plans if options.comparisons is None else options.comparisons
 
 
 def choose_kept_layers(need: MemoryNeed, limit_bytes: int) -> KeptLayers:
@@ -202,9 +202,9 @@ def choose_kept_layers(need: MemoryNeed, limit_bytes: int) -> KeptLayers:
 
     Raises OptionError with the memory that would do, if one layer does not fit.
     """
-    layers = need.model.num_layers
-    if need.bytes_with(LARGE_TEXTS) + resident_bytes(need.model, layers) <= limit_bytes:
-        return KeptLayers(layers, holds_model=True)
+    layers, texts = need.model.num_layers, usual_texts(need.model)
+    if need.bytes_with(texts) + resident_bytes(need.model, layers) <= limit_bytes:
+        return KeptLayers(layers, True, texts)
     least = need.bytes_with(SMALL_TEXTS)
     if least > limit_bytes:
         needed = sizes.option_bytes(least, limit_bytes)

@@ -7,13 +7,12 @@ maximum for a baseline is known before it is measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from moec.manifests.model import ModelSpec
 
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.trials import Trials
-from ..walker.memory import expert_weights
+from ..walker.memory import active_weights
 
 FREE_MULTIPLICATIONS = 5 * 10**13
 """Multiplications that comparisons may always use: minutes on two cores. The example uses a fourth of it at most."""
@@ -90,16 +89,3 @@ def affordable_here(trials: Trials, formats: int, is_loss: bool) -> frozenset[st
     counts = ItemCounts.of(trials.kl_texts, validation[0], sum(validation), is_loss)
     needs = baseline_items(model, formats, counts)
     return affordable(needs, trials.measured_items, trials.tokens_per_text * active_weights(model))
-
-
-def active_weights(model: ModelSpec) -> int:
-    """Return the number of weights that one token is multiplied with, including those of the logits."""
-    head = prod(model.dense_shapes()[model.head_name])
-    return head + sum(active_layer_weights(model, layer) for layer in range(model.num_layers))
-
-
-def active_layer_weights(model: ModelSpec, layer: int) -> int:
-    """Return the number of weights of one layer that one token is multiplied with."""
-    experts, prefix = model.layers[layer].experts, f"layers.{layer}."
-    dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(prefix))
-    return dense + (expert_weights(model, layer) * experts.top_k if experts.count else 0)

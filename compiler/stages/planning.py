@@ -91,7 +91,7 @@ def make_curve(prepared: Prepared, planned: Planned, losses: Sequence[float]) ->
     space, measured, options = planned.space, planned.measured, prepared.options
     if space is None or measured is None:
         raise ValueError("a plan without a search has no curve")
-    specs = prepared.specs if may_compare(options, prepared.kept_layers.holds_model) else ()
+    specs = prepared.specs if may_compare(options, prepared.kept_layers) else ()
     if specs and options.comparisons is None and affordable_here(measured.trials, len(specs), is_loss=True) != EVERY:
         specs = ()
     return measure_curve(losses, space, measured.trials, measured.store, specs, swaps(prepared))
@@ -113,10 +113,10 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 
 
 def swaps(prepared: Prepared) -> Swaps:
-    """Return how many swaps are tried. By default none if memory does not hold the model: each reads the checkpoint."""
+    """Return how many swaps are tried. By default none where a plan takes long to measure."""
     count = prepared.options.swaps
     if count is None:
-        count = SWAPS if prepared.kept_layers.holds_model else 0
+        count = SWAPS if prepared.kept_layers.has_cheap_plans else 0
     return Swaps(count, prepared.talk)
 
 
@@ -131,7 +131,7 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan, is_result
     is_result: whether a search found the plan. Otherwise its KL is not measured.
     """
     options, talk = prepared.options, prepared.talk
-    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.is_edgemoe
+    is_comparing = may_compare(options, prepared.kept_layers) or options.is_edgemoe
     if not prepared.splits or not is_comparing:
         return None
     if not can_compare(plan, prepared.specs):

@@ -168,9 +168,20 @@ class TextLimits:
 
 
 SMALL_TEXTS = TextLimits(calibration=65_536, probe=512, gradients=16_384, answers=16_384, held_out=16_384)
-"""Texts of a compile whose memory does not hold the model."""
+"""Texts of a compile whose memory does not hold the model, or whose model is large (LARGE_WORK)."""
 LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, answers=65_536, held_out=65_536)
-"""Texts of a compile whose memory holds the model."""
+"""Texts of other compiles."""
+LARGE_WORK = 15 * 10**12
+"""Most multiplications of one KL on the answers of LARGE_TEXTS: up to two minutes on two cores.
+
+A model that needs more is large. Its KLs take fewer answers, and swaps and comparisons are made on request only: they
+would take most of the compile.
+"""
+
+
+def usual_texts(model: ModelSpec) -> TextLimits:
+    """Return the texts of a compile whose memory holds the model."""
+    return LARGE_TEXTS if active_weights(model) * LARGE_TEXTS.answers <= LARGE_WORK else SMALL_TEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +189,34 @@ class KeptLayers:
     """The layers of a model that stay in memory between the passes of a compile.
 
     count: number of layers, from the first, whose 16-bit weights stay.
-    holds_model: all of them do, with room for LARGE_TEXTS.
+    holds_model: all of them do, with room for `texts`.
+    texts: sizes of the texts.
     """
 
     count: int
     holds_model: bool
+    texts: TextLimits = SMALL_TEXTS
 
     @property
-    def texts(self) -> TextLimits:
-        """Sizes of the texts."""
-        return LARGE_TEXTS if self.holds_model else SMALL_TEXTS
+    def has_cheap_plans(self) -> bool:
+        """True if the KL of a plan takes so little time that swaps and comparisons are made unasked."""
+        return self.texts == LARGE_TEXTS
 
 
 NOTHING_KEPT = KeptLayers(0, holds_model=False)
+
+
+def active_weights(model: ModelSpec) -> int:
+    """Return the number of weights that one token is multiplied with, including those of the logits."""
+    head = prod(model.dense_shapes()[model.head_name])
+    return head + sum(active_layer_weights(model, layer) for layer in range(model.num_layers))
+
+
+def active_layer_weights(model: ModelSpec, layer: int) -> int:
+    """Return the number of weights of one layer that one token is multiplied with."""
+    experts, prefix = model.layers[layer].experts, f"layers.{layer}."
+    dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(prefix))
+    return dense + (expert_weights(model, layer) * experts.top_k if experts.count else 0)
 
 
 def resident_bytes(model: ModelSpec, layers: int) -> int:

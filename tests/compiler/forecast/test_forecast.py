@@ -21,9 +21,8 @@ from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared, runtime_bytes
 from moec.compiler.request.options import Talk
-from moec.compiler.search.comparison_budget import active_weights
 from moec.compiler.stages.encode_texts import encode_all_texts
-from moec.compiler.walker.memory import all_weights, variant_count
+from moec.compiler.walker.memory import active_weights, all_weights, variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError

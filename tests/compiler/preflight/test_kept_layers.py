@@ -19,13 +19,16 @@ from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import (
     LARGE_TEXTS,
+    LARGE_WORK,
     NOTHING_KEPT,
     SMALL_TEXTS,
     KeptLayers,
+    active_weights,
     certificate_bytes,
     fitting_layers,
     layer_weights,
     resident_bytes,
+    usual_texts,
 )
 from moec.manifests.errors import OptionError
 from tests.compiler.lowered import lowered
@@ -47,14 +50,24 @@ def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
     asked, first, layer = need(kind), resident_bytes(MODEL, 1), 2 * layer_weights(MODEL, 0)
     least, whole = asked.bytes_with(SMALL_TEXTS), asked.bytes_with(LARGE_TEXTS) + resident_bytes(MODEL, 8)
     assert resident_bytes(MODEL, 2) - first == layer and least + first < whole
-    assert choose_kept_layers(asked, whole) == KeptLayers(8, holds_model=True)
+    assert choose_kept_layers(asked, whole) == KeptLayers(8, True, LARGE_TEXTS)
     assert not choose_kept_layers(asked, whole - 1).holds_model
     assert choose_kept_layers(asked, least) == NOTHING_KEPT
     assert choose_kept_layers(asked, least + first - 1) == NOTHING_KEPT
     assert choose_kept_layers(asked, least + first) == KeptLayers(1, holds_model=False)
     kept = [choose_kept_layers(asked, size).count for size in range(least, whole, layer // 3)]
     assert kept == sorted(kept) and set(kept) >= {0, 1, 2}
-    assert KeptLayers(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_KEPT.texts == SMALL_TEXTS
+    assert KeptLayers(8, True, LARGE_TEXTS).has_cheap_plans and not NOTHING_KEPT.has_cheap_plans
+
+
+def test_a_large_model_takes_few_texts_in_any_memory() -> None:
+    """One KL on all answers would take LARGE_WORK multiplications or more."""
+    text_tokens = LARGE_TEXTS.answers
+    assert usual_texts(MODEL) == LARGE_TEXTS and active_weights(MODEL) * text_tokens < LARGE_WORK
+    wide = replace(MODEL, vocab_size=LARGE_WORK // text_tokens // MODEL.hidden_size + 1)
+    assert active_weights(wide) * text_tokens > LARGE_WORK and usual_texts(wide) == SMALL_TEXTS
+    kept = choose_kept_layers(replace(need(), model=wide), 1 << 50)
+    assert kept == KeptLayers(8, True, SMALL_TEXTS) and not kept.has_cheap_plans
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:
@@ -68,14 +81,12 @@ def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() ->
 
 
 def test_memory_grows_with_what_a_compile_does() -> None:
-    """With tasks, with gradients, with formats, and with a certificate of tasks, which runs two bundles."""
+    """With tasks, with gradients and with formats."""
     plain = need("size", "proxy").bytes_with(SMALL_TEXTS)
     assert need("size", "proxy", tasks=3).bytes_with(SMALL_TEXTS) >= plain
     assert need("size", "fisher").bytes_with(SMALL_TEXTS) >= plain
     assert need("loss", "proxy").bytes_with(SMALL_TEXTS) >= plain
     assert need("size", "proxy", tasks=0).bytes_with(LARGE_TEXTS) < need("size", "proxy").bytes_with(LARGE_TEXTS)
-    few, many = (replace(need(kind, "proxy"), model=LARGE_VOCABULARY) for kind in ("size", "loss"))
-    assert few.bytes_with(SMALL_TEXTS) < many.bytes_with(SMALL_TEXTS)
     assert need("loss", "proxy").bytes_with(LARGE_TEXTS) == need("kl", "proxy").bytes_with(LARGE_TEXTS)
     loss, kl = (CompileOptions(Target(kind, 0.05), data="x") for kind in ("loss", "kl"))
     measured = [measures_tasks(asked, holds) for asked in (loss, kl) for holds in (False, True)]
