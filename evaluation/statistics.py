@@ -488,22 +488,14 @@ def summarise_divergence(log_p: Sequence[np.ndarray], logits: Sequence[np.ndarra
     return distribution_summary(np.concatenate([kl for kl, _ in parts]), np.concatenate([s for _, s in parts]), items)
 
 
-def divergence_bound(summary: DistributionSummary) -> float:
-    """Return the upper one-sided 95 % bound of a mean KL, nats per token. Of several tasks it is the largest bound.
-
-    With a single text, which has no spread, it is the mean itself.
-    """
-    means = summary.by_task or ((summary.mean, summary.standard_error),)
-    return max(mean + (ONE_SIDED_95 * error if math.isfinite(error) else 0.0) for mean, error in means)
-
-
-def judge_divergence(summary: DistributionSummary, target: float, items: int) -> str:
-    """Judge a mean KL in nats per token against its target, one-sided at 95 %: supported, met, missed or refuted.
+def judge_divergence(summary: DistributionSummary, target: float, items: int, error: float = ERROR) -> str:
+    """Judge a mean KL in nats per token against its target: supported, met, missed or refuted.
 
     With fewer than MIN_ITEMS texts their spread proves nothing. The verdict is then met or missed.
     items: number of texts.
+    error: one-sided error probability.
     """
-    width = ONE_SIDED_95 * summary.standard_error if items >= MIN_ITEMS else math.inf
+    width = NormalDist().inv_cdf(1 - error) * summary.standard_error if items >= MIN_ITEMS else math.inf
     if summary.mean <= target:
         return "supported" if summary.mean + width <= target else "met"
     return "refuted" if summary.mean - width > target else "missed"

@@ -29,7 +29,6 @@ from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import NO_SWAPS, Swaps
 from moec.compiler.sensitivity.answer_walk import planned_weights
 from moec.compiler.stages.planning import open_space, swaps
-from moec.evaluation.statistics import divergence_bound
 from moec.evaluation.tasks import Item
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
@@ -160,8 +159,9 @@ class Gain:
         options = replace(request.options, objective=objective)
         prepared = replace(self._prepared, request=replace(request, options=options))
         space = open_space(prepared, self.measured).without_pruning()
-        kl = divergence_bound(self.measured.trials.kl(plan, ALL))
-        return search(space, self.measured.trials, Target("kl", kl), say, self._swaps)
+        trials = self.measured.trials
+        kl = trials.kl_bound(trials.kl(plan, ALL))
+        return search(space, trials, Target("kl", kl), say, self._swaps)
 
     def at_loss(self, kind: str, loss: float) -> CompilePlan | None:
         """Return the plan of fewest bytes of one kind that keeps a relative loss, or None."""

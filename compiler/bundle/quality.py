@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.evaluation.statistics import judge_divergence
+from moec.evaluation.statistics import ERROR, judge_divergence
 from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
@@ -40,6 +40,7 @@ def quality_report(
     losses: Mapping[str, Any] | None = None,
     statistics: ActivationStatistics | None = None,
     modes: Mapping[str, Any] | None = None,
+    share: float = 1.0,
 ) -> dict[str, Any]:
     """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
 
@@ -52,6 +53,7 @@ def quality_report(
     losses: predicted losses of every expert in one format, or None.
     statistics: popularity and routes, or None without calibration.
     modes: cost of the lossy modes of the runtime, or None.
+    share: of the error, if the plan is one of a list.
     """
     tasks, answers = certificates or {}, divergences or {}
     return {
@@ -61,7 +63,7 @@ def quality_report(
             "value": target.value,
             **({} if confidence is None else {"confidence": confidence}),
         },
-        "verdict": overall_verdict(target, tasks, answers),
+        "verdict": overall_verdict(target, tasks, answers, share),
         "tasks": {name: certificate.to_json() for name, certificate in tasks.items()},
         "held_out_kl": {
             name: {"items": certificate.items, **certificate.divergence.to_json()}
@@ -81,10 +83,12 @@ def overall_verdict(
     target: Target,
     certificates: Mapping[str, TaskCertificate],
     divergences: Mapping[str, DivergenceCertificate] | None = None,
+    share: float = 1.0,
 ) -> str:
     """Return the weakest verdict of all tasks: supported, met, missed, refuted.
 
     Targets other than loss and KL: `measured` or `not measured`.
+    share: of the error of a KL. Certificates of a loss have theirs.
     """
     others = divergences or {}
     if target.kind not in ("loss", "kl"):
@@ -93,7 +97,7 @@ def overall_verdict(
     if target.kind == "kl":
         measured = [(c.divergence, c.value.n) for c in certificates.values()]
         measured += [(c.divergence, c.items) for c in others.values()]
-        verdicts = [judge_divergence(summary, target.value, items) for summary, items in measured]
+        verdicts = [judge_divergence(summary, target.value, items, ERROR * share) for summary, items in measured]
     else:
         verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
     return max(verdicts, key=order.index, default="not measured")

@@ -8,10 +8,11 @@ cheap measurements of plans at equal cost correct the predictions (swaps.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from moec.evaluation.statistics import DistributionSummary, divergence_bound
+from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary
 from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
@@ -21,7 +22,7 @@ from ..sensitivity.trials import Trials
 from .boundary import Boundaries, Boundary, corrected_space
 from .bracket import AIM, Found, KlLimit, choice_within, largest_budget, least_within, most_precise, predicted_at
 from .knapsack import least_loss
-from .loss_search import LossSearch
+from .loss_search import SAFER_KL, LossSearch
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
@@ -51,7 +52,7 @@ def candidates(
     boundaries: Boundaries | None = None,
     safer: Sequence[Level] = LEVELS[1:],
 ) -> list[CompilePlan]:
-    """Return the plan of least cost that keeps the target, and for a loss also plans of less KL and higher cost.
+    """Return the plan of least cost that keeps the target, and for a loss or a KL also plans of less KL.
 
     The certificate tests them in this order, until it supports one.
     boundaries: the ends of searches of other devices, by which this one may begin; None: it begins alone.
@@ -68,7 +69,8 @@ def candidates(
         found, ended = loss_search.run(swaps, known)
         further = loss_search.safer(found, safer)
     else:
-        found, ended = _search_kl(space, trials, target.value, note, swaps, known)
+        found, ended, searched = _search_kl(space, trials, target.value, note, swaps, known)
+        further = _safer_kl(searched, trials, target.value, found, safer)
     if boundaries is not None and known is None:
         boundaries.keep(space, target, ended)
     return [found.plan, *further]
@@ -114,39 +116,63 @@ def _each_once(note: Note) -> Note:
 
 def _search_kl(
     space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps, known: Boundary | None
-) -> tuple[Found, Boundary]:
-    """Return the plan of least cost whose `divergence_bound` is at most the target, and the end of the search."""
-    limit, plain = KlLimit(target, divergence_bound, MAX_KL), np.ones(space.num_factors)
+) -> tuple[Found, Boundary, SearchSpace]:
+    """Return the plan of least cost whose bound is at most the target, the end of the search, and the plan's space."""
+    limit, plain = KlLimit(target, trials.kl_bound, MAX_KL), np.ones(space.num_factors)
 
     def report(plan: CompilePlan, summary: DistributionSummary, is_kept: bool) -> None:
         verdict = "kept" if is_kept else "refused"
-        note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, target)}: {verdict}")
+        note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, trials, target)}: {verdict}")
 
     def judged(plan: CompilePlan) -> tuple[bool, str]:
         summary = trials.kl(plan, "most precise")
-        return divergence_bound(summary) <= target, f"has {_kl_text(summary, target)}"
+        return trials.kl_bound(summary) <= target, f"has {_kl_text(summary, trials, target)}"
 
     if known is not None:
         space = corrected_space(space, trials, known)
     first = least_within(space, trials, limit, target, report)
     if first is None:
         precise = most_precise(space, judged, f"KL {target:g} nats per token")
-        return precise, Boundary(target, precise.predicted, (), plain)
+        return precise, Boundary(target, precise.predicted, (), plain), space
     if known is not None or first.predicted >= largest_budget(space):
-        return first, Boundary(
-            target, first.predicted, (), plain
-        )  # swaps were made for another device, or no plan is cheaper
+        # swaps were made for another device, or no plan is cheaper
+        return first, Boundary(target, first.predicted, (), plain), space
     cost = first.cost
     better = swaps.corrected(space, trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
     second = None
     if better.space is not space:
         budget = predicted_at(better.space, cost) * AIM / better.gain
         second = least_within(better.space, trials, limit, budget, report, first.exponent)
-    cheaper = first if second is None or second.cost >= first.cost else second
-    return cheaper, Boundary(target, cheaper.predicted, (), better.factors)
+    is_second = second is not None and second.cost < first.cost
+    cheaper = second if second is not None and is_second else first
+    return cheaper, Boundary(target, cheaper.predicted, (), better.factors), better.space if is_second else space
 
 
-def _kl_text(summary: DistributionSummary, target: float) -> str:
+def _safer_kl(
+    space: SearchSpace, trials: Trials, target: float, best: Found, levels: Sequence[Level]
+) -> list[CompilePlan]:
+    """Return plans of less KL than the result, for later places of the list that the certificate tests.
+
+    None with fewer held-out texts than a verdict needs, and after the most precise plan.
+    levels: the later places.
+    """
+    if not best.predicted or min(trials.held_out_texts) < MIN_ITEMS:
+        return []
+    plans, last = [best.plan], best
+    for level in levels:
+        limit = KlLimit(target, partial(trials.kl_bound, level=level), SAFER_KL)
+        bound = limit.measured(trials.kl(last.plan, "search"))
+        if bound > target:
+            budget = last.predicted * (AIM * target / bound) ** (1 / last.exponent)
+            found = least_within(space, trials, limit, budget, exponent=last.exponent)
+            if found is None:
+                break
+            last = found
+        plans.append(last.plan)
+    return list({plan.digest: plan for plan in plans}.values())[1:]
+
+
+def _kl_text(summary: DistributionSummary, trials: Trials, target: float) -> str:
     """Return a KL with the upper bound that decides."""
-    upper = divergence_bound(summary)
+    upper = trials.kl_bound(summary)
     return f"KL {summary.mean:.4g}, upper bound {upper:.4g} {'<=' if upper <= target else '>'} {target:.4g}"

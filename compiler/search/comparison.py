@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.evaluation.statistics import divergence_bound
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 
@@ -101,7 +100,7 @@ def target_rule(trials: Trials, target: Target, budget_bytes: int, purpose: str,
         if target.kind == "loss":
             return relation.judge(trials, plan, purpose, store)[0]
         if target.kind == "kl":
-            return divergence_bound(trials.kl(plan, purpose, store)) <= target.value
+            return trials.kl_bound(trials.kl(plan, purpose, store)) <= target.value
         return plan.expert_packed_bytes <= budget_bytes
 
     return TargetRule(keeps, is_in_bytes(target))

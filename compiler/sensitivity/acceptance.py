@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from moec.evaluation.results import EvaluationResult
-from moec.evaluation.statistics import ERROR, LossEstimate, perplexity_loss, relative_loss
+from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, perplexity_loss, relative_loss
 from moec.evaluation.tasks import Task
 
 from ..request.targets import Target
@@ -34,7 +34,7 @@ class Level:
 
 
 LEVELS = (Level(0.8416, 0.7), Level(2.0, 0.2), Level(4.0, 0.1))
-"""The list of a loss target: expected to be supported in 80 %, 97.7 % and nearly all cases."""
+"""The list of a target: expected to be supported in 80 %, 97.7 % and nearly all cases."""
 PRECISION = 0.25
 """Standard error of a loss, as a share of the target, that needs no more items."""
 CLEAR_STANDARD_ERRORS = 3.0
@@ -52,6 +52,20 @@ def margin(standard_error: float, items: int, certification_items: int, level: L
     """
     at_certification = standard_error * math.sqrt(items / max(certification_items, 1))
     return level.bound_quantile * at_certification + level.quantile * math.hypot(standard_error, at_certification)
+
+
+def kl_bound(summary: DistributionSummary, texts: Sequence[tuple[int, int]], level: Level = LEVELS[0]) -> float:
+    """Return the bound of a mean KL that the search compares with the target. Of several tasks it is the largest one.
+
+    A single text has no spread, so the bound is its mean.
+    texts: for each task the number of texts in this measurement, and of held-out texts.
+    """
+    means = summary.by_task or ((summary.mean, summary.standard_error),)
+    bounds = [
+        mean + (margin(error, measured, held_out, level) if math.isfinite(error) else 0.0)
+        for (mean, error), (measured, held_out) in zip(means, texts, strict=True)
+    ]
+    return max(bounds)
 
 
 def may_be_kept(estimate: LossEstimate, target: float) -> bool:

@@ -28,7 +28,7 @@ from moec.profiles.freed_memory import give_back_freed_memory
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
 from ..workspace.journal import Journal
-from .acceptance import is_clear, items_for_precision, keeps, loss_so_far, may_be_kept
+from .acceptance import LEVELS, Level, is_clear, items_for_precision, keeps, kl_bound, loss_so_far, may_be_kept
 from .answer_walk import AnswerMeasures, AnswerMeter
 
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
@@ -99,6 +99,7 @@ class Trials:
     journal: stores the results.
     decisions: stores the results that no other search shares. These are losses of generated answers, which stop where
         they are clear, and how many spare items are taken.
+    held_out_texts: number of texts in the held-out KL of each task.
     """
 
     walk: AnswerMeter | None
@@ -108,6 +109,7 @@ class Trials:
     progress: Progress
     journal: Journal
     decisions: Journal
+    held_out_texts: Sequence[int] = ()
     log: list[Trial] = field(init=False, default_factory=list)
     _items: dict[str, int] = field(init=False, default_factory=dict)
     _baselines: dict[str, EvaluationResult] = field(init=False, default_factory=dict)
@@ -166,6 +168,11 @@ class Trials:
         store: quantized units, or None for those of this object.
         """
         return self.kl_each([plan], [purpose], store)[0]
+
+    def kl_bound(self, summary: DistributionSummary, level: Level = LEVELS[0]) -> float:
+        """Return the bound of a KL by which the search accepts a plan, see `acceptance.kl_bound`."""
+        measured = self._measures().answers.tasks
+        return kl_bound(summary, list(zip(measured, self.held_out_texts, strict=True)), level)
 
     def kl_each(
         self, plans: Sequence[CompilePlan], purposes: Sequence[str], store: UnitStore | None = None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+from moec.evaluation.data import SplitData
 from moec.evaluation.results import finite
+from moec.evaluation.statistics import ERROR
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.hobbit_thresholds import calibrated_thresholds
 
 from ..bundle.certify import MODES_ITEMS, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
-from ..bundle.quality import model_card, quality_report, unimportance_deciles
+from ..bundle.quality import model_card, overall_verdict, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
@@ -21,6 +25,7 @@ from ..preflight.prepared import Prepared, measures_tasks
 from ..quantization.own_codes import units_held_by
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
+from ..request.targets import Target
 from ..search.space import expert_losses
 from ..sensitivity.acceptance import LEVELS
 from .compile_context import Certified, CompileContext, Planned, used_tables
@@ -61,54 +66,79 @@ def write_certified(
     """
     plans = [planned, *(replace(planned, plan=plan, comparison=comparison) for plan, comparison in planned.safer)]
     shares = [level.share for level in LEVELS] if len(plans) > 1 else [1.0]
-    results, tested = list[Certified](), list[dict[str, Any]]()
+    results, tested, talk = list[Certified](), list[dict[str, Any]](), context.prepared.talk
     for plan, share in zip(plans, shares, strict=False):
         manifest = write_bundle(context.prepared, plan, partial)
-        results.append(_certified(context, plan, partial, share))
-        tested.append(_tested(plan.plan, results[-1], share))
+        results.append(_certified(context, plan, partial, share, is_last=len(tested) + 1 == len(plans)))
+        tested.append(_tested(context.prepared.options.target, plan.plan, results[-1]))
         if tested[-1]["verdict"] == "supported" or len(plans) == 1:
             return plan, manifest, replace(results[-1], tested=tested if len(plans) > 1 else ())
-        context.prepared.talk.note(_not_supported(tested[-1], len(tested) < len(plans)))
+        talk.note(_not_supported(tested[-1], len(tested) < len(plans)))
         context.prepared.request.disk.remove_tree(partial)
-    is_met = [all(task.verdict is None or task.verdict.met for task in result.tasks.values()) for result in results]
+    is_met = [row["verdict"] == "met" for row in tested]
     at = is_met.index(True) if True in is_met else len(results) - 1
-    return plans[at], write_bundle(context.prepared, plans[at], partial), replace(results[at], tested=tested)
+    manifest = write_bundle(context.prepared, plans[at], partial)
+    result = _certified(context, plans[at], partial, shares[at], True) if results[at].is_cut else results[at]
+    return plans[at], manifest, replace(result, tested=tested)
 
 
-def _tested(plan: CompilePlan, certified: Certified, share: float) -> dict[str, Any]:
-    """Return the row of a tested plan in quality.json."""
-    losses = {name: task.loss for name, task in certified.tasks.items() if task.loss is not None}
-    verdicts = [task.verdict.status for task in certified.tasks.values() if task.verdict is not None]
+def _tested(target: Target, plan: CompilePlan, certified: Certified) -> dict[str, Any]:
+    """Return the row of a tested plan in quality.json: of each task the loss or the KL, and the bound that decides."""
+    error = ERROR * certified.share
+    if target.kind == "kl":
+        tasks = {name: task.divergence for name, task in certified.tasks.items()}
+        measured = tasks | {name: answers.divergence for name, answers in certified.divergences.items()}
+        values = {name: divergence.mean for name, divergence in measured.items()}
+        width = NormalDist().inv_cdf(1 - error)
+        bounds = {name: finite(each.mean + width * each.standard_error) for name, each in measured.items()}
+    else:
+        losses = {name: task.loss for name, task in certified.tasks.items() if task.loss is not None}
+        values = {name: loss.loss for name, loss in losses.items()}
+        bounds = {name: finite(loss.deciding[1]) for name, loss in losses.items()}
     return {
         "expert_packed_bytes": plan.expert_packed_bytes,
         "bits_per_weight": plan.bits_per_weight,
-        "share_of_error": share,
-        "losses": {name: loss.loss for name, loss in losses.items()},
-        "bounds": {name: finite(loss.deciding[1]) for name, loss in losses.items()},
-        "verdict": "supported" if verdicts and set(verdicts) == {"supported"} else "not supported",
+        "share_of_error": certified.share,
+        "losses" if target.kind == "loss" else "kl": values,
+        "bounds": bounds,
+        "verdict": overall_verdict(target, certified.tasks, certified.divergences, certified.share),
     }
 
 
 def _not_supported(tested: dict[str, Any], has_more: bool) -> str:
-    losses = ", ".join(
-        f"{name} {loss:.2%}, bound {'unknown' if (bound := tested['bounds'][name]) is None else f'{bound:.2%}'}"
-        for name, loss in tested["losses"].items()
-    )
+    in_percent = "losses" in tested
+    said = []
+    for name, value in tested["losses" if in_percent else "kl"].items():
+        bound = tested["bounds"][name]
+        bound_text = "unknown" if bound is None else f"{bound:.2%}" if in_percent else f"{bound:.4g}"
+        said.append(f"{name} {value:.2%}, bound {bound_text}" if in_percent else f"KL {value:.4g}, bound {bound_text}")
     further = "the next plan of the list is tested" if has_more else "no further plan is left"
-    return f"{tested['bits_per_weight']:.3f} bits per weight are not supported on held-out items ({losses}): {further}"
+    measured = f"are not supported on held-out items ({', '.join(said)})"
+    return f"{tested['bits_per_weight']:.3f} bits per weight {measured}: {further}"
 
 
-def _certified(context: CompileContext, planned: Planned, partial: Path, share: float) -> Certified:
-    """Run the bundle on data that nothing else saw."""
+def _certified(context: CompileContext, planned: Planned, partial: Path, share: float, is_last: bool) -> Certified:
+    """Run the bundle on data that nothing else saw.
+
+    is_last: tasks are measured whatever the KL is. Otherwise only after a KL that a target of KL needs.
+    """
     prepared, measured = context.prepared, planned.measured
     if measured is None or measured.texts is None:
         return Certified()
     measured.trials.close()
+    target = prepared.options.target
     with_tasks = measures_tasks(prepared.options, prepared.kept_layers.holds_model)
-    splits = prepared.splits if with_tasks else ()
     held_out, states = measured.texts.held_out, measured.held_out_states
-    journal = context.journal
-    return Certified(*certify(partial, context.bundles, held_out, states, splits, prepared.shots, journal, share))
+
+    def run(splits: Sequence[SplitData]) -> Certified:
+        arguments = partial, context.bundles, held_out, states, splits, prepared.shots, context.journal, share
+        return Certified(*certify(*arguments), share=share)
+
+    if target.kind == "kl" and with_tasks and not is_last:
+        alone = run(())
+        if overall_verdict(target, {}, alone.divergences, share) != "supported":
+            return replace(alone, is_cut=True)
+    return run(prepared.splits if with_tasks else ())
 
 
 def complete_measurements(context: CompileContext, planned: Planned, certified: Certified, partial: Path) -> Certified:
@@ -140,6 +170,7 @@ def report(
         losses=None if planned.space is None else expert_losses(planned.space),
         statistics=statistics,
         modes=certified.modes,
+        share=certified.share,
     )
     precision = prepared.checkpoint.precision
     if precision:

@@ -110,6 +110,8 @@ class Certified:
     files: what was learned from its routing, as further files of the bundle by name.
     reports: what quality.json says of them.
     tested: what quality.json says of each plan that was tested, if there are several.
+    share: share of the error that the plan's test had.
+    is_cut: the tasks were left out, because the KL refuses the plan.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
@@ -118,6 +120,8 @@ class Certified:
     files: Mapping[str, bytes] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
     tested: Sequence[Mapping[str, Any]] = ()
+    share: float = 1.0
+    is_cut: bool = False
 
 
 @contextmanager

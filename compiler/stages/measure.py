@@ -55,8 +55,9 @@ def measure(context: CompileContext) -> Measured:
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
+    held_out = [] if texts is None else [len(answers.counts) for answers in texts.held_out.values()]
     trials = Trials(
-        walk, context.bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions
+        walk, context.bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions, held_out
     )
     if texts is not None and prepared.options.sensitivity == "exact":
         exact_progress = prepared.talk.progress("measuring each expert alone")

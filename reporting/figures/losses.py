@@ -278,18 +278,19 @@ def _tested(plans: Sequence[Mapping[str, Any]]) -> str:
     """Return the plans that were tested in turn, until one was supported."""
     rows = []
     for plan in plans[:_MAX_TESTED]:
+        kind, text = ("losses", share_text) if "losses" in plan else ("kl", nats_text)
         bounds = [number(bound) for bound in plan["bounds"].values() if bound is not None]
         rows.append(
             (
                 f"{number(plan['bits_per_weight']):.3f}",
                 f"{int(number(plan['expert_packed_bytes'])):,}",
-                ", ".join(share_text(number(loss)) for loss in plan["losses"].values()),
-                ", ".join(map(share_text, bounds)) if len(bounds) == len(plan["bounds"]) else "no bound",
+                ", ".join(text(number(value)) for value in plan[kind].values()),
+                ", ".join(map(text, bounds)) if len(bounds) == len(plan["bounds"]) else "no bound",
                 share_text(0.05 * number(plan["share_of_error"])),
                 str(plan["verdict"]),
             )
         )
-    header = ("plan, bits per weight", "expert bytes", "loss", "bound", "error of the bound", "verdict")
+    header = ("plan, bits per weight", "expert bytes", "loss or KL", "bound", "error of the bound", "verdict")
     told = "These plans were listed before held-out items were read. They were tested in turn, until one was supported."
     return paragraph(told) + table(header, rows)
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from moec.cli.terminal.report import verdict_line
 from moec.compiler.bundle import certify as certifying
 from moec.compiler.bundle.certify import TaskCertificate
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.search.bisect import candidates, search
-from moec.compiler.sensitivity.acceptance import LEVELS, changed_share
+from moec.compiler.sensitivity.acceptance import LEVELS, changed_share, margin
 from moec.compiler.stages import bundle as bundle_stage
-from moec.evaluation.statistics import ERROR, Verdict
+from moec.evaluation.statistics import ERROR, MIN_ITEMS, Verdict
 from moec.evaluation.tasks import find_task
 from tests.compiler.search.toy_search import ToyTrials, predicted_loss, toy_space
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names
+from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOSS = 0.3
 
 
-def test_a_search_hands_over_plans_of_falling_kl() -> None:
+@pytest.mark.parametrize("kind", ["loss", "kl"])
+def test_a_search_hands_over_plans_of_falling_kl(kind: TargetKind) -> None:
     space = toy_space()
     kl = {}
 
@@ -32,15 +35,37 @@ def test_a_search_hands_over_plans_of_falling_kl() -> None:
         kl[plan.digest] = 0.02 * predicted_loss(space, plan)
         return kl[plan.digest]
 
-    trials = ToyTrials(measured, standard_error=0.002).as_trials()
-    plans = candidates(space, trials, Target("loss", 0.02), lambda _: None)
+    class Uncertain(ToyTrials):
+        def kl(self, plan: Any, purpose: str, store: Any = None) -> Any:
+            summary = super().kl(plan, purpose, store)
+            return replace(summary, standard_error=summary.mean / 10)
+
+    trials, target = Uncertain(measured, standard_error=0.002).as_trials(), Target(kind, 0.02)
+    plans = candidates(space, trials, target, lambda _: None)
     assert len(plans) == len(LEVELS) == 3
-    assert plans[0].digest == search(space, trials, Target("loss", 0.02), lambda _: None).digest
+    assert plans[0].digest == search(space, trials, target, lambda _: None).digest
     sizes = [plan.expert_packed_bytes + plan.dense_packed_bytes for plan in plans]
     assert sizes == sorted(sizes) and len(set(sizes)) == 3
     assert [kl[plan.digest] for plan in plans] == sorted((kl[plan.digest] for plan in plans), reverse=True)
-    for target in (Target("kl", 0.02), Target("bits_per_weight", 4.0)):
+    if kind == "kl":
+        summaries = [trials.kl(plan, "") for plan in plans]
+        bounds = [trials.kl_bound(each, level) for each, level in zip(summaries, LEVELS, strict=True)]
+        assert min(bounds) > 0.017 and max(bounds) <= target.value
+        cast(Any, trials).held_out_texts = (MIN_ITEMS - 1,)
         assert len(candidates(space, trials, target, lambda _: None)) == 1
+    assert len(candidates(space, trials, Target("bits_per_weight", 4.0), lambda _: None)) == 1
+
+
+def test_a_kl_at_the_limit_is_supported_with_the_probability_of_its_place() -> None:
+    """Simulated: a measured plan at the limit of each place, and the certificate on other texts."""
+    draw, deviation, (measured, held_out) = np.random.default_rng(7), 0.05, (256, 500)
+    error, its_error = deviation / np.sqrt(measured), deviation / np.sqrt(held_out)
+    for level in LEVELS:
+        limit = 1 - margin(error, measured, held_out, level)
+        true = limit + error * draw.standard_normal(100_000)  # what one measurement leaves open
+        found = true + its_error * draw.standard_normal(100_000)
+        supported = (found + level.bound_quantile * its_error <= 1).mean()
+        assert supported == pytest.approx(NormalDist().cdf(level.quantile), abs=0.01)
 
 
 def test_the_shares_sum_to_the_error_of_one_certificate() -> None:
@@ -109,7 +134,7 @@ def test_the_bundle_is_the_first_supported_plan_of_the_list(
         taken = rows[1] if name == "second" else rows[0]
         assert quality["sizes"]["expert_packed_bytes"] == taken["expert_packed_bytes"]
         assert quality["tasks"]["perplexity"]["loss"]["error"] == pytest.approx(ERROR * taken["share_of_error"])
-        assert [row["verdict"] for row in rows[:-1]] == ["not supported"] * (len(rows) - 1)
+        assert [row["verdict"] for row in rows[:-1]] == ["met"] * (len(rows) - 1)
     assert (qualities["second"]["verdict"], qualities["none"]["verdict"]) == ("supported", "met")
     sizes = [row["expert_packed_bytes"] for row in qualities["none"]["tested"]]
     assert sizes == sorted(sizes)
@@ -153,3 +178,35 @@ def test_the_share_of_answers_that_may_change(items: int, share: float) -> None:
     assert width == pytest.approx(target.value / 2)
     assert changed_share(find_task("perplexity"), 10.0, target, items) is None
     assert changed_share(gsm8k, 0.8, Target("loss", 0.3), items) is None
+
+
+@pytest.mark.parametrize("has_tasks", [True, False])
+def test_a_kl_is_tested_plan_by_plan(
+    has_tasks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks are measured for the bundle that is left alone. The verdict has the error of its place in the list."""
+    texts, asked = save_texts(tmp_path / "texts", train=30, validation=20, test=MIN_ITEMS), list[int]()
+    if not has_tasks:
+        little_memory(monkeypatch.setattr)
+
+    def judged(*arguments: Any) -> Any:
+        tasks, divergences = certifying.certify(*arguments)
+        asked.append(len(arguments[4]))
+        places = [level.share for level in LEVELS]
+        worse = 10.0 if places.index(arguments[-1]) < 1 else 0.01  # the first plan is refused, the second supported
+
+        def scaled(part: Any) -> Any:
+            return replace(part, divergence=replace(part.divergence, mean=worse * part.divergence.mean))
+
+        return {n: scaled(part) for n, part in tasks.items()}, {n: scaled(part) for n, part in divergences.items()}
+
+    monkeypatch.setattr(bundle_stage, "certify", judged)
+    options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 4, 8)}
+    compile_tiny(model, tmp_path / "out", "kl", 0.02, **options)
+    quality = check_bundle(tmp_path / "out")
+    first, second = quality["tested"]
+    assert (first["verdict"], second["verdict"], quality["verdict"]) == ("refuted", "supported", "supported")
+    assert second["bounds"]["perplexity"] <= 0.02 < first["bounds"]["perplexity"]
+    assert quality["sizes"]["expert_packed_bytes"] == second["expert_packed_bytes"]
+    assert bool(quality["tasks"]) == has_tasks and asked == ([0, 0, 1] if has_tasks else [0, 0])
+    assert "0.02" in verdict_line(quality)

@@ -13,7 +13,7 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.targets import ByteWeights
 from moec.compiler.search.space import SearchSpace, build_space
-from moec.compiler.sensitivity.acceptance import keeps
+from moec.compiler.sensitivity.acceptance import LEVELS, Level, keeps, kl_bound
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_formats, dense_groups
 from moec.compiler.sensitivity.trials import Trials
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
@@ -105,6 +105,7 @@ class ToyTrials:
 
     has_data = True
     first_kl_per_loss = 1.0
+    held_out_texts = (500,)
     available_items: ClassVar[dict[str, tuple[int, int]]] = {"toy": (ITEMS, ITEMS)}
 
     def __init__(
@@ -119,6 +120,9 @@ class ToyTrials:
         self.measured.append(plan)
         mean = self._kl_of(plan)
         return DistributionSummary(mean, mean / 50, mean, mean * 5, mean * 9, math.exp(-mean), 1000)
+
+    def kl_bound(self, summary: DistributionSummary, level: Level = LEVELS[0]) -> float:
+        return kl_bound(summary, [(256, 500)], level)
 
     def kl_each(
         self, plans: Sequence[CompilePlan], purposes: Sequence[str], store: Any = None

@@ -23,7 +23,7 @@ from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
-from moec.compiler.sensitivity.acceptance import LEVELS, keeps, margin, upper_bound
+from moec.compiler.sensitivity.acceptance import LEVELS, keeps, kl_bound, margin, upper_bound
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages.compile_context import CompileContext
@@ -37,7 +37,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import Generation, GenerationRequest, TextEngine, no_progress
 from moec.evaluation.run import compare, evaluate
-from moec.evaluation.statistics import ONE_SIDED_95, divergence, divergence_bound, log_softmax, summarise_divergence
+from moec.evaluation.statistics import divergence, log_softmax, summarise_divergence
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
@@ -62,21 +62,21 @@ def test_a_task_with_short_answers_is_not_hidden_by_one_with_long_ones() -> None
     assert found.mean == pytest.approx(kl.mean()) and found.mean < 0.02
     (short, short_error), (long, _) = found.by_task
     assert (short, long) == (pytest.approx(kl[:1280].mean()), pytest.approx(kl[1280:].mean()))
-    assert divergence_bound(found) == pytest.approx(short + ONE_SIDED_95 * short_error) and short > 0.045
+    assert kl_bound(found, [(128, 99)] * 2) == pytest.approx(short + margin(short_error, 128, 99)) and short > 0.045
     assert json.loads(json.dumps(found.to_json()))["by_task"] == [list(pair) for pair in found.by_task]
 
 
 def test_one_task_has_no_further_means() -> None:
     found = measured(np.full(20, 0.01)).summary([10, 10], [2])
     assert found.by_task == () and "by_task" not in found.to_json()
-    assert divergence_bound(found) == pytest.approx(0.01)
+    assert kl_bound(found, [(2, 9)]) == pytest.approx(0.01)
 
 
 def test_a_task_with_one_text_counts_with_its_mean() -> None:
     found = measured(np.repeat([0.01, 0.05], [20, 10])).summary([10, 10, 10], [2, 1])
     assert found.by_task[1] == (pytest.approx(0.05), math.inf)
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["by_task"][1] == [pytest.approx(0.05), None]
-    assert divergence_bound(found) == pytest.approx(0.05)
+    assert kl_bound(found, [(2, 9), (1, 9)]) == pytest.approx(0.05)
 
 
 def open_journal(folder: Path, identity: str = "one") -> Journal:
