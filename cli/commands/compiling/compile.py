@@ -166,7 +166,7 @@ MAX_SHOWN = 80
     type=int,
     metavar="N",
     help="Plans of equal bytes that the search measures to find a better one.  "
-    "[default: 24; 0 if memory does not hold the model]",
+    "[default: 24; 0 for large models]",
 )
 @mode_sweep_option
 @limit_option
@@ -175,7 +175,7 @@ MAX_SHOWN = 80
     "--comparisons/--no-comparisons",
     default=None,
     help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: all comparisons if they are "
-    "cheap, else up to a third of all measurements; none if memory does not hold the model]",
+    "cheap, else up to a third of all measurements; none for large models]",
 )
 @work_memory_option
 @_machine("--threads", type=int, metavar="N", help="Threads that compute.  [default: all processors of the process]")
