@@ -160,8 +160,8 @@ def verdict_line(quality: Quality) -> str:
             "refuted": f"refuted: the KL on held-out answers, {worst}, is above {most}, at 95 % confidence",
         }
         if verdict in ("met", "missed") and (tested := quality.get("tested")):
-            bound = f"{max(tested[-1]['bounds'].values()):.3g}"
-            more = f"; these texts support about {bound}: moec compile ... --kl {bound}"
+            supported = f"{max(tested[-1]['bounds'].values()):.3g}"
+            more = f"; these texts support about {supported}: moec compile ... --kl {supported}"
     else:
         share, sure = _percent(target["value"]), _percent(target.get("confidence", 0.95)).replace(".00", "")
         sentences = {

@@ -40,6 +40,7 @@ from ..walker.memory import (
     certifying_bytes,
     fitting_layers,
     gradients_bytes,
+    is_large,
     resident_bytes,
     sweep_bytes,
     usual_texts,
@@ -102,7 +103,7 @@ class Prepared:
         if self.options.target.kind == "uniform":
             return (uniform_spec(self.options, self.lowering),)
         held_formats, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats)
+        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats, is_large(model))
 
     @property
     def torch_device(self) -> torch.device:

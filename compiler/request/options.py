@@ -46,6 +46,11 @@ UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
 MAX_SEED = (1 << 63) - 1
 """Largest seed of torch's generators."""
+FEW_GROUP_SIZES: Mapping[float, tuple[int, ...]] = {1: (128,), TERNARY: (128,), 2: (128, 64), 3: (128, 64), 4: (64,)}
+"""Group sizes on offer to a large model, of which fewer formats take half of the time and disk.
+
+Source: docs/experiments/2026-11.md, 29: Half of the formats.
+"""
 TERNARY_GROUP_SIZES = (0, 128)
 """Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error.
 
@@ -276,6 +281,7 @@ class CompileOptions:
         plain: QuantSpec,
         widths: Collection[int] = (),
         held_formats: Collection[QuantSpec] = (),
+        are_few: bool = False,
     ) -> tuple[QuantSpec, ...]:
         """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
@@ -290,17 +296,20 @@ class CompileOptions:
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.
         widths: columns of the matrices in these formats. Empty: every group size divides them.
         held_formats: formats that hold the checkpoint's own codes exactly.
+        are_few: offer FEW_GROUP_SIZES, unless the request names group sizes or 128 does not divide a width.
         Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
+        few = FEW_GROUP_SIZES if are_few and all(width % 128 == 0 for width in widths) else {}
         excluded = {1, TERNARY} if self.quantizer in PACKAGES else set()
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
             elif bits == TERNARY:
-                specs += self._ternary_specs()
+                specs += self._ternary_specs(few.get(TERNARY, TERNARY_GROUP_SIZES))
             else:
-                specs += [self._unit_spec(bits, size) for size in self._groups_of(bits, widths)]
+                sizes = self._groups_of(bits, widths, few.get(bits, DEFAULT_GROUP_SIZES))
+                specs += [self._unit_spec(bits, size) for size in sizes]
             added = [spec for spec in held_formats if spec.bitwidth == bits and spec not in specs]
             specs += [spec for spec in added if can_make(self.quantizer, spec)]
         if not specs:
@@ -310,9 +319,12 @@ class CompileOptions:
             raise OptionError(f"no bitwidth of {self.bits} {reason}", "offer others with `--bits`")
         return tuple(specs)
 
-    def _groups_of(self, bits: float, widths: Collection[int]) -> list[int]:
-        """Return the group sizes of a bitwidth below 16 with whole-bit codes: 0 first, then widest first."""
-        groups = sorted(set(self.group_sizes or DEFAULT_GROUP_SIZES), key=lambda size: (size != 0, -size))
+    def _groups_of(self, bits: float, widths: Collection[int], usual: tuple[int, ...]) -> list[int]:
+        """Return the group sizes of a bitwidth below 16 with whole-bit codes: 0 first, then widest first.
+
+        usual: sizes without a request.
+        """
+        groups = sorted(set(self.group_sizes or usual), key=lambda size: (size != 0, -size))
         if bits == 8 and self.quantizer == "quanto":
             return [0]  # the only 8-bit format of the package
         if bits == 8:
@@ -323,12 +335,13 @@ class CompileOptions:
             return [size for size in groups if size != 32] or [groups[0]]
         return groups
 
-    def _ternary_specs(self) -> list[QuantSpec]:
+    def _ternary_specs(self, usual: tuple[int, ...]) -> list[QuantSpec]:
         """Return ternary formats for the group sizes that hold whole tiles.
 
+        usual: sizes without a request.
         Raises OptionError if bitwidths were named and no group size fits.
         """
-        sizes = sorted(set(self.group_sizes or TERNARY_GROUP_SIZES), key=lambda size: (size != 0, -size))
+        sizes = sorted(set(self.group_sizes or usual), key=lambda size: (size != 0, -size))
         sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
         if not sizes and self.bits != DEFAULT_BITS:
             raise _no_ternary_groups(self.group_sizes)

@@ -179,9 +179,14 @@ would take most of the compile.
 """
 
 
+def is_large(model: ModelSpec) -> bool:
+    """Return whether the KL of a plan on the answers of LARGE_TEXTS takes more than LARGE_WORK."""
+    return active_weights(model) * LARGE_TEXTS.answers > LARGE_WORK
+
+
 def usual_texts(model: ModelSpec) -> TextLimits:
     """Return the texts of a compile whose memory holds the model."""
-    return LARGE_TEXTS if active_weights(model) * LARGE_TEXTS.answers <= LARGE_WORK else SMALL_TEXTS
+    return SMALL_TEXTS if is_large(model) else LARGE_TEXTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,7 @@ MAX_SHOWN = 80
     "--swaps",
     type=int,
     metavar="N",
-    help="Plans of equal bytes that the search measures to find a better one.  "
-    "[default: 24; 0 for large models]",
+    help="Plans of equal bytes that the search measures to find a better one.  [default: 24; 0 for large models]",
 )
 @mode_sweep_option
 @limit_option

@@ -162,6 +162,17 @@ def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
     assert [str(spec) for spec in per_row] == ["q3", "q3g32b", "q8"]
 
 
+def test_a_large_model_gets_half_of_the_formats() -> None:
+    def offered(widths: tuple[int, ...], **values: Any) -> list[str]:
+        options = CompileOptions(KL, data="items.jsonl", **values)
+        return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16, widths, are_few=True)]
+
+    few = ["q1g128b", "q1.6g128s", "q2g128b", "q2g64b", "q3g128b", "q3g64b", "q4g64b", "q8g128", "bf16"]
+    assert offered((2048, 1024)) == few
+    assert len(offered((2048, 1024), group_sizes=(32, 64))) > len(few) - 2, "as asked"
+    assert set(offered((2880,))) > {"q4g32b", "q2g32b"}, "128 does not divide the width"
+
+
 @pytest.mark.parametrize(
     ("widths", "values", "offered"),
     [
