@@ -46,7 +46,7 @@ UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
 MAX_SEED = (1 << 63) - 1
 """Largest seed of torch's generators."""
-FEW_GROUP_SIZES: Mapping[float, tuple[int, ...]] = {1: (128,), TERNARY: (128,), 2: (128, 64), 3: (128, 64), 4: (64,)}
+FEW_GROUP_SIZES: Mapping[float, tuple[int, ...]] = {1: (128,), TERNARY: (128,), 2: (128, 64), 3: (128, 64), 4: (64, 32)}
 """Group sizes on offer to a large model, of which fewer formats take half of the time and disk.
 
 Source: docs/experiments/2026-11.md, 29: Half of the formats.

@@ -167,7 +167,7 @@ def test_a_large_model_gets_half_of_the_formats() -> None:
         options = CompileOptions(KL, data="items.jsonl", **values)
         return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16, widths, are_few=True)]
 
-    few = ["q1g128b", "q1.6g128s", "q2g128b", "q2g64b", "q3g128b", "q3g64b", "q4g64b", "q8g128", "bf16"]
+    few = ["q1g128b", "q1.6g128s", "q2g128b", "q2g64b", "q3g128b", "q3g64b", "q4g64b", "q4g32b", "q8g128", "bf16"]
     assert offered((2048, 1024)) == few
     assert len(offered((2048, 1024), group_sizes=(32, 64))) > len(few) - 2, "as asked"
     assert set(offered((2880,))) > {"q4g32b", "q2g32b"}, "128 does not divide the width"
