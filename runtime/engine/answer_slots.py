@@ -1,4 +1,4 @@
-"""How many slots answers get: the memory of keys and values, divided by the length of the longest text.
+"""Slots of answers: the memory of keys and values, divided by the length of the longest text.
 
 A run reserves keys and values of the whole context in each slot. Texts of an evaluation are much shorter, and their
 lengths are known. A pass over more sequences reads each expert for more tokens.

@@ -139,7 +139,7 @@ def generate_many(
 
 _SHARED_TOKENS = 16
 """Least tokens at the beginning of all prompts that are computed once and copied."""
-_JUDGED_TOKENS = 1024
+JUDGED_TOKENS = 1024
 """Tokens of drafts after which it is known whether drafts pay."""
 _PAYING_SHARE = 0.5
 """Share of right tokens from which drafts pay. A token of a prompt takes about half the time of a decoded one."""
@@ -212,7 +212,7 @@ class _Answers:
     def _admit(self, waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
         admitted: list[RunningSequence] = []
         tokens = 0
-        if self._drafted >= _JUDGED_TOKENS and self._right < _PAYING_SHARE * self._drafted:
+        if self._drafted >= JUDGED_TOKENS and self._right < _PAYING_SHARE * self._drafted:
             for item in waiting:
                 item.draft = []
         while waiting and free:

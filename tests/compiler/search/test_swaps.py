@@ -79,7 +79,7 @@ def test_a_search_with_swaps_keeps_its_target_at_no_more_bytes_or_less_kl(target
     else:
         sizes = [plan.expert_packed_bytes + plan.dense_packed_bytes for plan in (alone, swapped)]
         # The bisection of losses is coarse, so a plan may be cheaper by chance. That of a KL is within 1 %.
-        assert sizes[1] < (1.01 if target.kind == "loss" else 1.0) * sizes[0]
+        assert sizes[1] <= (1.01 if target.kind == "loss" else 1.0) * sizes[0]
         assert kl(swapped) <= target.value
 
 

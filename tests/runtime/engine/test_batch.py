@@ -214,7 +214,7 @@ def test_drafts_that_are_wrong_are_left_out(
     engine: Engine, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They cost a pass over all of their tokens. Right ones stay."""
-    monkeypatch.setattr(batch, "_JUDGED_TOKENS", 4)
+    monkeypatch.setattr(batch, "JUDGED_TOKENS", 4)
     checked = dict[str, int]()
     for kind in ("wrong from the start", "right"):
         tokens, step = list[int](), engine.step
