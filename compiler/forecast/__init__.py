@@ -15,6 +15,7 @@ from ..request.uniform import uniform_quantizer, uniform_spec
 from ..stages.encode_texts import encode_all_texts
 from ..workspace.output_lock import existing_parent
 from .after_writing import stages_after_writing
+from .answers import answer_slots
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages
 
@@ -46,7 +47,12 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
         )
     texts = encode_all_texts(prepared)
     layer = measure_layer(
-        lowering, texts.calibration, prepared.stored_specs, options.quantizer, talk.progress("timing a layer")
+        lowering,
+        texts.calibration,
+        prepared.stored_specs,
+        options.quantizer,
+        answer_slots(prepared),
+        talk.progress("timing a layer"),
     )
     counted = SearchForecast(prepared, texts, disk, layer)
     stages = counted.calibrated_stages() if options.target.kind == "uniform" else counted.stages()

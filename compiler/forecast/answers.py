@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
+from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MOST_ANSWER_SLOTS
 
 from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork
+from ..walker.memory import all_weights
 
 SAMPLE_ITEMS = 256
 """Items of each task that are counted. The other items are assumed to have the same length."""
@@ -44,6 +46,18 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
         validation += _count(prepared, split, split.validation.items, shots)
         test += _count(prepared, split, split.test.items, shots)
     return validation, test
+
+
+def answer_slots(prepared: Prepared) -> int:
+    """Return the sequences that the checkpoint decodes at once, by the rule of runtime/engine/answer_slots.py."""
+    longest, model = 1, prepared.lowering.model
+    for split in prepared.splits:
+        right, _ = _encoded(prepared, split, split.test.items[:SAMPLE_ITEMS], prepared.shots[split.task.name])
+        longest = max([longest, *(len(prompt) + split.task.max_new_tokens for prompt, _ in right)])
+    one = model.kv_bytes_per_position * min(longest, model.default_context)
+    spare = prepared.runtime_bytes - 2 * all_weights(model)
+    spare = spare if spare >= FEW_ANSWER_SLOTS * one else prepared.runtime_bytes // 2
+    return max(1, min(MOST_ANSWER_SLOTS, spare // one))
 
 
 def count_mode_answers(prepared: Prepared, work: ModesWork) -> tuple[int, float, float, float]:

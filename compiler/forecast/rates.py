@@ -21,7 +21,6 @@ import torch
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
-from moec.manifests.runtime_limits import ANSWER_SLOTS
 from moec.profiles.probe import measure_memory
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
@@ -83,7 +82,7 @@ class LayerRates:
     restored_expert: one format of an expert is unpacked and dequantized by one thread.
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
-    decoded_token: one of ANSWER_SLOTS tokens that are decoded together, without attention to earlier tokens.
+    decoded_token: one of the tokens that are decoded together, without attention to earlier tokens.
     memory_byte: one byte of memory is read or written.
     product: one product of two float64 numbers in a product of matrices, by one thread.
     """
@@ -139,12 +138,13 @@ def measured_layer(model: ModelSpec) -> int:
 
 
 def measure_layer(
-    lowering: Lowering, texts: TokenTexts, specs: Sequence[QuantSpec], quantizer: str, progress: Progress
+    lowering: Lowering, texts: TokenTexts, specs: Sequence[QuantSpec], quantizer: str, slots: int, progress: Progress
 ) -> LayerRates:
     """Run every piece once. It takes the memory of a compile, and a minute per half a billion weights.
 
     texts: calibration texts.
     specs: formats on offer. Those of 16 bits need no work.
+    slots: sequences that are decoded together.
     """
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
     pieces, formats = 7, [spec for spec in specs if spec.bitwidth < 16]
@@ -160,7 +160,7 @@ def measure_layer(
         with clock.running():
             slot.run([few], pool)
         token = clock.seconds / few.num_moving
-        decoded = _decoded_token(slot, texts, pool, threads)
+        decoded = _decoded_token(slot, texts, pool, threads, slots)
         progress(2, pieces)
         with clock.running():
             inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
@@ -224,18 +224,18 @@ def _product(width: int) -> float:
     return clock.seconds / (some.numel() * width)
 
 
-def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:
-    """Return the seconds of one of ANSWER_SLOTS single tokens through the layer. Each thread takes a part of them."""
+def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int, slots: int) -> float:
+    """Return the seconds of one of `slots` single tokens through the layer. Each thread takes a part of them."""
     clock = _Clock()
-    chosen = list(islice(cycle(range(len(texts.rows))), ANSWER_SLOTS))
+    chosen = list(islice(cycle(range(len(texts.rows))), slots))
     prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
     single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
     size = single.size(0)
-    states = _states(slot, single, size * ANSWER_SLOTS, size * -(-ANSWER_SLOTS // threads))
+    states = _states(slot, single, size * slots, size * -(-slots // threads))
     for _ in range(2):
         with clock.running():
             slot.run([states], pool)
-    return clock.seconds / ANSWER_SLOTS
+    return clock.seconds / slots
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

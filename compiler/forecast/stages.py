@@ -14,7 +14,7 @@ import torch
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
-from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..linear_maps import can_learn, learned_weights
@@ -48,7 +48,7 @@ from ..walker.memory import (
     variant_count,
 )
 from ..walker.texts import SKETCHES
-from .answers import count_answers
+from .answers import answer_slots, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
@@ -243,7 +243,7 @@ class SearchForecast:
         resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.kept_layers.holds_model else 0
         room = self._prepared.runtime_bytes - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
-        answers += (self._validation.decoded + self._test.decoded) / ANSWER_SLOTS
+        answers += (self._validation.decoded + self._test.decoded) / answer_slots(self._prepared)
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
         read = answers * max(all_weights(self._model) * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte

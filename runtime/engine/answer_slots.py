@@ -7,15 +7,11 @@ lengths are known. A pass over more sequences reads each expert for more tokens.
 from __future__ import annotations
 
 from moec.manifests.bundle import BundleManifest
+from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MOST_ANSWER_SLOTS
 
 from ..memory.budget import MemoryPlan, resident_experts_bytes
 from ..memory.elastic_cache import CacheBudget
 from ..options.runtime import RuntimeOptions
-
-MOST_SLOTS = 256
-"""Most slots. On the yardstick of four layers, 256 decode 1.2 times (4 bits) and 1.6 times (16 bits) as fast as 64."""
-_FEW_SLOTS = 16
-"""Slots for which the cache gives up experts: with fewer, a pass serves too few tokens for what it reads."""
 
 
 def answer_slots(manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions, positions: int) -> int:
@@ -29,5 +25,5 @@ def answer_slots(manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOpt
         one = CacheBudget(manifest, plan, options).kv_bytes([positions])  # whole pages
         both = plan.kv_bytes + plan.cache_bytes
         spare = both - resident_experts_bytes(manifest)
-        room = min(room, spare if spare >= _FEW_SLOTS * one else both // 2)
-    return min(MOST_SLOTS, room // one)
+        room = min(room, spare if spare >= FEW_ANSWER_SLOTS * one else both // 2)
+    return min(MOST_ANSWER_SLOTS, room // one)

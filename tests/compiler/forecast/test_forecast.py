@@ -14,7 +14,7 @@ from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
-from moec.compiler.forecast.answers import count_answers
+from moec.compiler.forecast.answers import answer_slots, count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
@@ -26,6 +26,7 @@ from moec.compiler.walker.memory import active_weights, all_weights, variant_cou
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
+from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_dialogues, save_model, save_texts
 from tests.tiny_switch import save_tiny_switch
 
@@ -121,6 +122,7 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path, has_encoder: bool) ->
         texts.calibration,
         prepared.stored_specs,
         "gptq",
+        answer_slots(prepared),
         lambda done, total: told.append((done, total)),
     )
     times = [getattr(rates, field.name) for field in fields(rates) if field.name != "layer"]
@@ -326,3 +328,21 @@ def test_the_stages_follow_the_others(folder: Path) -> None:
     found = forecast(make_request(folder / "model", folder / "out", "uniform", 8, measure_modes=asked, **options))
     assert [stage.title for stage in found][-3:] == ["writing the bundle", LEARNING, MODES]
     assert all(stage.seconds > 0 for stage in found)
+
+
+def test_answers_take_as_many_slots_as_memory_holds(folder: Path) -> None:
+    """All experts stay in memory, unless few slots would be left."""
+    ready = prepared(folder)
+    model, split = ready.lowering.model, ready.splits[0]
+    assert answer_slots(ready) == MOST_ANSWER_SLOTS
+    long = replace(split, task=replace(split.task, max_new_tokens=model.default_context))
+    one = model.kv_bytes_per_position * model.default_context
+    weights = 2 * all_weights(model)
+
+    def slots(room: int) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prepared, "runtime_bytes", property(lambda _: room))
+            return answer_slots(replace(ready, splits=(long,)))
+
+    assert slots(weights + 40 * one) == 40 and slots(weights + 1000 * one) == MOST_ANSWER_SLOTS
+    assert slots(weights + one) == max(1, (weights + one) // 2 // one)
