@@ -46,9 +46,10 @@ times. Measured (docs/experiments/2026-11.md, 22: Scales fitted at 3 and 4 bits)
 # Columns in a block are updated one by one, later columns of the outer block by one product per block, and all others
 # by one product per outer block. So the whole matrix passes through the cache once per outer block.
 _OUTER_COLUMNS = 256
-STACKED_ROWS = 4096
+STACKED_ROWS = 2048
 """Rows of all formats that are rounded at once. A block of their columns should fit in the level-2 cache."""
 _ROOT_ROWS = 128  # rows of a triangular factor in one product; the zeros left of them are not multiplied
+_FEWER_ROWS = 0.75  # share of rows below which a copy of them takes less time than the products of the others
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6
 _ROUNDING = 4e-6  # errors under H are sums in float32; more than their relative error, so that no row gets worse
@@ -77,15 +78,21 @@ class PreparedInputs:
     def row_errors(self, difference: Tensor, enough: Tensor | None = None) -> Tensor:
         """Return D H D^T of each row, float64 [N], from D^T in that order, [K, N]: squares of D M without M's zeros.
 
-        enough: [N]. Sums end when all of them are larger.
+        enough: [N]. The sum of a row may end once it is larger.
         """
         total = difference.new_zeros(difference.shape[1], dtype=torch.float64)
+        rows = torch.arange(len(total), device=total.device)
         for start in range((len(difference) - 1) // _ROOT_ROWS * _ROOT_ROWS, -1, -_ROOT_ROWS):  # the largest sums first
-            if enough is not None and bool((total > enough).all()):
-                break
             end = start + _ROOT_ROWS
             product = self.root[:end, start:end].T @ difference[:end]
-            total += product.square_().sum(0)
+            total.index_add_(0, rows, product.square_().sum(0).double())
+            if enough is None:
+                continue
+            (going_on,) = (total <= enough)[rows].nonzero(as_tuple=True)
+            if not len(going_on):
+                break
+            if len(going_on) < _FEWER_ROWS * len(rows):
+                rows, difference = rows[going_on], difference[:, going_on]
         return total
 
 
@@ -220,6 +227,8 @@ class _Rows:
     def better(self, other: _Rows) -> _Rows:
         """Return the rows with the least output error from two matrices in one format. On a tie, this matrix wins."""
         takes = other.errors < self.errors
+        if bool(takes.all()):
+            return other
         codes, scales, minima = (
             torch.where(takes, theirs, own)
             for own, theirs in (

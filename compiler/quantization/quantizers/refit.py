@@ -21,7 +21,7 @@ from .rtn import CodedColumns
 _RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
 SYSTEM_VALUES = 1 << 22
 """Values of the systems that are solved at once: 32 MiB at most."""
-_ROWS = 192  # whose systems are solved at once; most fit in the level-2 cache
+_ROWS = 384  # whose systems are solved at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ MOEC_INLINE void sum_codes(const float* const* rows, const float* codes, int64_t
     for (int64_t k = first; k < first + width; ++k) {
         Floats own[kSystemVectors];
         unroll<kSystemVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-            own[decltype(v)::value] = load(codes + k * kSystemTile + decltype(v)::value * kLanes);
+            own[decltype(v)::value] = load(codes + k * kSystemRows + decltype(v)::value * kLanes);
         });
         unroll<kSystemColumns>([&](auto c) MOEC_INLINE_LAMBDA {
             constexpr int C = decltype(c)::value;
@@ -39,7 +39,8 @@ inline void code_systems(const CodeSystemsCall& call) {
             uint8_t bytes[kSystemTile] = {};
             std::memcpy(bytes, call.codes + k * call.distance + at, static_cast<size_t>(rows));
             for (int i = 0; i < kSystemTile; i += kLanes) {
-                store(call.scratch + k * kSystemTile + i, fma(to_float(load_bytes(bytes + i)), one, centre));
+                float* out = call.scratch + (i / kSystemRows * call.columns + k) * kSystemRows + i % kSystemRows;
+                store(out, fma(to_float(load_bytes(bytes + i)), one, centre));
             }
         }
         // Columns of H, then sums of columns.
@@ -52,9 +53,10 @@ inline void code_systems(const CodeSystemsCall& call) {
             }
             const int64_t last = is_sum ? call.groups - 1 : column / width;
             for (int64_t row = 0; row < rows; row += kSystemRows) {
+                const float* codes = call.scratch + row * call.columns;
                 for (int64_t group = 0; group <= last; ++group) {
                     Floats sums[kSystemColumns][kSystemVectors];
-                    sum_codes(factors, call.scratch + row, group * width, width, sums);
+                    sum_codes(factors, codes, group * width, width, sums);
                     unroll<kSystemVectors>([&](auto v) MOEC_INLINE_LAMBDA {
                         constexpr int V = decltype(v)::value;
                         const int64_t left = rows - row - V * kLanes;
@@ -72,7 +74,7 @@ inline void code_systems(const CodeSystemsCall& call) {
                         Floats total = column % width == 0 ? zero() : load_partial(out + last * call.rows, count);
                         unroll<kSystemColumns>([&](auto c) MOEC_INLINE_LAMBDA {
                             constexpr int C = decltype(c)::value;
-                            total = fma(load(call.scratch + (column + C) * kSystemTile + row + V * kLanes), sums[C][V], total);
+                            total = fma(load(codes + (column + C) * kSystemRows + V * kLanes), sums[C][V], total);
                         });
                         store_partial(out + last * call.rows, total, count);
                     });

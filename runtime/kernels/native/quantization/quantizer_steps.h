@@ -230,22 +230,30 @@ inline void differences(const GridCall& call, const uint8_t* codes, const int64_
         const int64_t group = first / (call.columns / call.groups) * call.rows;
         in_steps(call.rows, [&](int64_t row, auto is_whole) {
             constexpr bool kIsWhole = decltype(is_whole)::value;
+            Floats scales[kStepVectors], minima[kStepVectors], sums[kStepVectors];
             unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-                const int64_t at = row + decltype(v)::value * kLanes;
-                const int count = lanes_of_step(call.rows, row, decltype(v)::value);
-                const Floats scale = load_step<kIsWhole>(call.scales + group + at, count);
-                const Floats minimum = load_step<kIsWhole>(call.minima + group + at, count);
-                Floats sum = zero();
-                for (int64_t k = first; k < first + kColumnsPerTile; ++k) {
-                    const Floats code = load_codes<kIsWhole>(codes + k * call.rows + at, count);
-                    const Floats weight = load_step<kIsWhole>(call.weights + k * call.rows + at, count);
-                    const Floats difference = sub(fma(code, scale, minimum), weight);
-                    sum = fma(difference, difference, sum);
+                constexpr int V = decltype(v)::value;
+                const int count = lanes_of_step(call.rows, row, V);
+                scales[V] = load_step<kIsWhole>(call.scales + group + row + V * kLanes, count);
+                minima[V] = load_step<kIsWhole>(call.minima + group + row + V * kLanes, count);
+                sums[V] = zero();
+            });
+            for (int64_t k = first; k < first + kColumnsPerTile; ++k) {
+                unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                    constexpr int V = decltype(v)::value;
+                    const int count = lanes_of_step(call.rows, row, V);
+                    const int64_t at = k * call.rows + row + V * kLanes;
+                    const Floats value = fma(load_codes<kIsWhole>(codes + at, count), scales[V], minima[V]);
+                    const Floats difference = sub(value, load_step<kIsWhole>(call.weights + at, count));
+                    sums[V] = fma(difference, difference, sums[V]);
                     if (out != nullptr) {
-                        store_partial(out + places[k] * call.rows + at, difference, count);
+                        store_partial(out + places[k] * call.rows + row + V * kLanes, difference, count);
                     }
-                }
-                add_sums(squares + at, sum, count);
+                });
+            }
+            unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
+                add_sums(squares + row + V * kLanes, sums[V], lanes_of_step(call.rows, row, V));
             });
         });
     }
@@ -256,16 +264,20 @@ inline void code_sums(const SumsCall& call) {
     for (int64_t group = 0; group < call.groups; ++group) {
         in_steps(call.rows, [&](int64_t row, auto is_whole) {
             constexpr bool kIsWhole = decltype(is_whole)::value;
+            Floats sums[kStepVectors];
+            unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA { sums[decltype(v)::value] = zero(); });
+            for (int64_t k = group * call.width; k < (group + 1) * call.width; ++k) {
+                unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                    constexpr int V = decltype(v)::value;
+                    const int count = lanes_of_step(call.rows, row, V);
+                    const int64_t at = k * call.rows + row + V * kLanes;
+                    const Floats code = sub(load_codes<kIsWhole>(call.codes + at, count), broadcast(call.centre));
+                    sums[V] = fma(load_step<kIsWhole>(call.products + at, count), code, sums[V]);
+                });
+            }
             unroll<kStepVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-                const int count = lanes_of_step(call.rows, row, decltype(v)::value);
-                const int64_t at = row + decltype(v)::value * kLanes;
-                Floats sum = zero();
-                for (int64_t k = group * call.width; k < (group + 1) * call.width; ++k) {
-                    const Floats code = load_codes<kIsWhole>(call.codes + k * call.rows + at, count);
-                    const Floats product = load_step<kIsWhole>(call.products + k * call.rows + at, count);
-                    sum = fma(product, sub(code, broadcast(call.centre)), sum);
-                }
-                store_partial(call.sums + group * call.rows + at, sum, count);
+                constexpr int V = decltype(v)::value;
+                store_partial(call.sums + group * call.rows + row + V * kLanes, sums[V], lanes_of_step(call.rows, row, V));
             });
         });
     }
