@@ -48,7 +48,7 @@ times. Measured (docs/experiments/2026-11.md, 22: Scales fitted at 3 and 4 bits)
 _OUTER_COLUMNS = 256
 STACKED_ROWS = 2048
 """Rows of all formats that are rounded at once. A block of their columns should fit in the level-2 cache."""
-_ROOT_ROWS = 128  # rows of a triangular factor in one product; the zeros left of them are not multiplied
+_ROOT_ROWS = 256  # rows of a triangular factor in one product; the zeros left of them are not multiplied
 _FEWER_ROWS = 0.75  # share of rows below which a copy of them takes less time than the products of the others
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6

@@ -21,7 +21,7 @@ from .rtn import CodedColumns
 _RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
 SYSTEM_VALUES = 1 << 22
 """Values of the systems that are solved at once: 32 MiB at most."""
-_ROWS = 384  # whose systems are solved at once
+_ROWS = 192  # whose systems are solved at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,11 @@ def refit(matrix: CodedColumns, inputs: FitInputs, errors: Tensor) -> tuple[Code
     sums = code_sums(inputs.products, matrix.codes, _centre(matrix.spec), len(matrix.scales))
     if not matrix.spec.symmetric:
         sums = torch.cat([sums, inputs.sums(len(sums))[1]])
-    parts = [_refit_rows(matrix, inputs, sums[:, start : start + rows], start) for start in range(0, len(errors), rows)]
+    systems = sums.new_empty(len(sums), len(sums), min(rows, len(errors)))
+    parts = [
+        _refit_rows(matrix, inputs, sums[:, start : start + rows], start, systems)
+        for start in range(0, len(errors), rows)
+    ]
     scales, minima, change = (torch.cat(pieces, -1) for pieces in zip(*parts, strict=True))
     return CodedColumns(matrix.spec, matrix.codes, scales, minima), errors + change
 
@@ -66,18 +70,21 @@ def _centre(spec: QuantSpec) -> float:
     return float(spec.centre) if spec.symmetric else 0.0
 
 
-def _refit_rows(matrix: CodedColumns, inputs: FitInputs, products: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def _refit_rows(
+    matrix: CodedColumns, inputs: FitInputs, products: Tensor, start: int, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales and minima, [G, n], and the change of d H d^T, [n], of the rows from `start` on; see `refit`.
 
     A step x of scales, followed by minima, changes the error of a row by x S x^T - 2 x y^T. S sums H over pairs of
     groups, with codes as factors of the columns of scales; y is `products` minus S times what is before.
     products: sums of H W^T over groups, with codes as factors, then without them if the format has minima, [P, n].
+    memory: for S, [P, P, n].
     """
     spec, groups, (size, rows) = matrix.spec, len(matrix.scales), products.shape
     scales, minima = (values[:, start : start + rows].contiguous() for values in (matrix.scales, matrix.minima))
     before = scales if spec.symmetric else torch.cat([scales, minima])
     moment_sums = inputs.moment[:0] if spec.symmetric else inputs.sums(groups)[0]
-    systems = products.new_empty(size, size, rows)
+    systems = memory if memory.shape[2] == rows else products.new_empty(size, size, rows)
     code_systems(matrix.codes, _centre(spec), inputs.moment, moment_sums, start, systems)
     if not spec.symmetric:
         systems[groups:, groups:] = moment_sums.reshape(groups, groups, -1).sum(2)[..., None]

@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "python/arguments.h"
 #include "targets/kernel_table.h"
@@ -13,6 +12,20 @@ namespace moec {
 namespace {
 
 constexpr int kScratchLanes = 8;
+
+// Memory of a kernel that begins at a cache line.
+class Scratch {
+  public:
+    explicit Scratch(size_t count) : memory_(new float[count + kLineFloats]) {}
+    float* data() const {
+        const uintptr_t first = reinterpret_cast<uintptr_t>(memory_.get()), line = kLineFloats * sizeof(float);
+        return reinterpret_cast<float*>((first + line - 1) / line * line);
+    }
+
+  private:
+    static constexpr size_t kLineFloats = 16;
+    std::unique_ptr<float[]> memory_;
+};
 
 // Raises ValueError unless all groups of `columns` columns have the same size, a multiple of `multiple`.
 void expect_groups(int64_t columns, int64_t groups, int64_t multiple) {
@@ -61,7 +74,7 @@ void bind_search_ranges(nb::handle weights_object, nb::handle importance_object,
     grids.scales.expect_apart(grids.weights);
     grids.minima.expect_apart(grids.weights);
     grids.minima.expect_apart(grids.scales);
-    std::vector<float> scratch(is_ternary ? static_cast<size_t>(2 * kScratchLanes * (columns / groups)) : 0);
+    const Scratch scratch(is_ternary ? static_cast<size_t>(2 * kScratchLanes * (columns / groups)) : 0);
     const RangesCall call{grids.weights.data<const float>(),
                           importance.data<const float>(),
                           factors.data<const float>(),
@@ -184,9 +197,9 @@ void bind_code_systems(nb::handle codes_object, float centre, nb::handle moment_
                std::to_string(codes.size(1)));
     }
     nb::gil_scoped_release unlocked;
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(columns * kSystemTile)]);
+    const Scratch scratch(static_cast<size_t>(columns * kSystemTile));
     active_kernels().code_systems({codes.data<const uint8_t>() + first, moment.data<const float>(), sums.data<const float>(),
-                                   systems.data<float>(), scratch.get(), columns, groups, rows, codes.size(1), size, centre});
+                                   systems.data<float>(), scratch.data(), columns, groups, rows, codes.size(1), size, centre});
 }
 
 // Symmetric matrices [P, P, count], with vectors [P, count].
@@ -217,8 +230,8 @@ void bind_solve_systems(nb::handle systems_object, nb::handle diagonal_object, n
     const Systems arrays(systems_object, diagonal_object, right_object);
     const size_t size = static_cast<size_t>(arrays.systems.size(0));
     nb::gil_scoped_release unlocked;
-    const std::unique_ptr<float[]> scratch(new float[2 * size * size * kScratchLanes]);
-    active_kernels().solve_systems(arrays.call(), arrays.given.data<const float>(), arrays.out.data<float>(), scratch.get());
+    const Scratch scratch(2 * size * size * kScratchLanes);
+    active_kernels().solve_systems(arrays.call(), arrays.given.data<const float>(), arrays.out.data<float>(), scratch.data());
 }
 
 }  // namespace

@@ -125,7 +125,7 @@ inline void search_ranges(const RangesCall& call) {
                 low = sub(zero(), high);
             }
             Grid grids[kMaxRanges + 1];
-            Floats divisors[kMaxRanges + 1], errors[kMaxRanges + 1];
+            Floats inverses[kMaxRanges + 1], errors[kMaxRanges + 1];
             const int64_t place = group * call.rows + row;
             const Floats middle = mul(add(low, high), broadcast(0.5f)), half = mul(sub(high, low), broadcast(0.5f));
             grids[0] = grid_of(call, low, high);
@@ -141,7 +141,7 @@ inline void search_ranges(const RangesCall& call) {
                 grids[i] = grid_of(call, low, high);
             }
             for (int64_t i = 0; i <= call.range_count; ++i) {
-                divisors[i] = divisor_of(grids[i].scale);
+                inverses[i] = div(broadcast(1.0f), divisor_of(grids[i].scale));
                 errors[i] = zero();
             }
             for (int64_t k = 0; call.range_count > 0 && k < width; ++k) {
@@ -149,7 +149,7 @@ inline void search_ranges(const RangesCall& call) {
                 const Floats share = broadcast(call.importance[group * width + k]);
                 for (int64_t i = 0; i <= call.range_count; ++i) {
                     const Floats code =
-                        rounded_code(div(sub(weight, grids[i].minimum), divisors[i]), broadcast(call.largest));
+                        rounded_code(mul(sub(weight, grids[i].minimum), inverses[i]), broadcast(call.largest));
                     const Floats error = sub(fma(code, grids[i].scale, grids[i].minimum), weight);
                     errors[i] = fma(mul(error, share), error, errors[i]);
                 }
@@ -373,7 +373,7 @@ inline void multiply_systems(const SystemsCall& call, const float* x, float* out
 
 // Solve (S + diagonal) x = right by S = L D L^T, without pivoting. S is positive semidefinite, so it needs none.
 inline void solve_systems(const SystemsCall& call, const float* diagonal, float* right, float* scratch) {
-    constexpr int kRows = 4;
+    constexpr int kRows = 8;
     const int64_t size = call.size;
     const auto entry = [&](float* base, int64_t i, int64_t j) { return base + (i * size + j) * kLanes; };
     float *lower = scratch, *scaled = scratch + size * size * kLanes;  // L, and L D
