@@ -148,6 +148,8 @@ def quantize_formats(
     with one_torch_thread() if weight.numel() < ONE_THREAD_WEIGHTS else nullcontext():
         if second_moment is None or not tokens:
             return [quantize_rtn(weight, spec, True) for spec in specs]
+        if not specs:
+            return []
         prepared = prepared or prepare_inputs(second_moment, tokens)
         damped = over_mean(second_moment)
         damped.diagonal().add_(prepared.damping)

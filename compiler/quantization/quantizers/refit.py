@@ -26,7 +26,7 @@ _ROWS = 192  # whose systems are solved at once
 
 @dataclass(frozen=True, slots=True)
 class FitInputs:
-    """What all fits of a matrix share.
+    """Inputs that all fits of a matrix share.
 
     moment: H, [K, K], positive definite.
     products: H W^T, [K, N], of the weights W.
