@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .packed_matrix import Bytes, Floats, Int32s, Int64s
+
+Doubles = NDArray[np.float64]
 
 class PackedMatrix:
     """A weight matrix. Keeps a reference to data.
@@ -156,6 +159,49 @@ def exp(x: Floats, out: Floats) -> None:
     """Compute out[i] = exp(x[i]), [n] each, with the exponential that attention, routing and silu use."""
 
 def largest(values: Floats, count: int) -> tuple[list[int], list[float]]: ...
+
+# Steps of a quantizer. Meanings and shapes: compiler/quantization/quantizers/column_steps.py and rtn.py. Matrices are
+# stored column by column: [K, N], with grids [G, N].
+def search_ranges(
+    weights: Floats,
+    importance: Floats,
+    factors: Floats,
+    largest: float,
+    centre: float,
+    symmetric: bool,
+    ternary: bool,
+    scales: Floats,
+    minima: Floats,
+) -> None:
+    """Find the range of each group. factors: smaller ranges to try, over the whole one; ternary: they are not read."""
+
+def nearest_codes(weights: Floats, scales: Floats, minima: Floats, largest: float, codes: Bytes) -> None: ...
+def differences(
+    weights: Floats,
+    codes: Bytes,
+    scales: Floats,
+    minima: Floats,
+    places: Int64s | None,
+    out: Floats | None,
+    squares: Doubles,
+) -> None: ...
+def code_sums(products: Floats, codes: Bytes, centre: float, sums: Floats) -> None: ...
+def round_columns(
+    work: Floats,
+    factor: Floats,
+    order: Int64s,
+    scales: Floats,
+    inverses: Floats,
+    minima: Floats,
+    largest: Bytes,
+    begin: int,
+    end: int,
+    codes: Bytes,
+    squares: Doubles,
+) -> None: ...
+def code_systems(codes: Bytes, centre: float, moment: Floats, sums: Floats, first: int, systems: Floats) -> None: ...
+def multiply_systems(systems: Floats, x: Floats, out: Floats) -> None: ...
+def solve_systems(systems: Floats, diagonal: Floats, right: Floats) -> None: ...
 def watch_mapping(address: int, size_bytes: int) -> int:
     """Map zeros instead of raising SIGBUS when a page of a mapped file is missing.
 

@@ -297,9 +297,46 @@ def one_decision(draw: Draw) -> Call:
     return Call(getattr(reads, name), given, kept)
 
 
+def quantizer_step(draw: Draw) -> Call:
+    columns, rows = draw.source.choice((32, 64, 96)), draw.size()
+    groups, some = columns // 32, draw.source.random() < 0.5
+    weights, order = draw.floats(columns, rows), draw.ints(columns, columns, np.int64)
+    codes = draw.ints(columns * rows, 256, np.uint8).reshape(columns, rows)
+    scales, minima, inverses = (draw.floats(groups, rows) for _ in range(3))
+    squares, size = draw.floats(rows, kind=np.float64), groups * (1 + some)
+    square, vectors = draw.floats(columns, columns), [draw.floats(size, rows) for _ in range(2)]
+    systems, largest = draw.floats(size, size, rows), draw.ints(rows, 256, np.uint8)
+    searched = [
+        weights,
+        draw.floats(columns),
+        draw.floats(5),
+        2.0,
+        1.0,
+        some,
+        draw.source.random() < 0.5,
+        scales,
+        minima,
+    ]
+    return draw.source.choice(
+        [
+            Call(NATIVE.search_ranges, searched),
+            Call(NATIVE.nearest_codes, [weights, scales, minima, 255.0, codes]),
+            Call(NATIVE.differences, [weights, codes, scales, minima, order, weights.copy(), squares]),
+            Call(NATIVE.code_sums, [weights, codes, 1.0, scales]),
+            Call(
+                NATIVE.round_columns,
+                [weights, square, order, scales, inverses, minima, largest, 1, columns // 2, codes, squares],
+            ),
+            Call(NATIVE.code_systems, [codes, 1.0, square, draw.floats(groups * some, columns), 0, systems]),
+            Call(NATIVE.multiply_systems, [systems, *vectors]),
+            Call(NATIVE.solve_systems, [systems, *vectors]),
+        ]
+    )
+
+
 BUILDERS: tuple[Callable[[Draw], Call], ...] = (
     linears, linear_of_bfloats, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv,
-    attention, router_shares, attend, residency, one_decision,
+    attention, router_shares, attend, residency, one_decision, quantizer_step,
 )  # fmt: skip
 
 
@@ -316,7 +353,7 @@ def spoiled(value: Any, source: random.Random) -> Any:
             lambda: np.asfortranarray(value),
             lambda: value[..., ::2],
             lambda: value.byteswap().view(value.dtype.newbyteorder()),
-            lambda: guarded(np.full_like(value, -1)),
+            lambda: guarded(np.full(value.shape, -1).astype(value.dtype)),
             lambda: guarded(np.full_like(value, np.iinfo(value.dtype).max if value.dtype.kind in "iu" else np.inf)),
         ]
         with np.errstate(invalid="ignore", over="ignore"):

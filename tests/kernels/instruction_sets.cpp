@@ -362,6 +362,62 @@ void run_routes(const Run& run) {
     }
 }
 
+void run_quantizer(const Run& run) {
+    for (int64_t rows : {1, 13, 64, 77}) {
+        constexpr int64_t kColumns = 96, kGroups = 3, kSize = 6;
+        const std::string what = " of " + std::to_string(rows) + " rows";
+        const std::vector<float> weights = random_floats(kColumns * rows), factors = {0.9f, 0.7f, 0.4f};
+        std::vector<float> shares = random_floats(kGroups * kColumns), factor = random_floats(kColumns * kColumns), scratch(2 * 32 * 8);
+        for (float& share : shares) {
+            share = std::fabs(share);
+        }
+        std::vector<float> scales(static_cast<size_t>(kGroups * rows)), minima(scales), out(weights);
+        std::vector<uint8_t> codes(weights.size()), largest(static_cast<size_t>(rows), 3);
+        std::vector<int64_t> order(kColumns);
+        std::vector<double> squares(static_cast<size_t>(rows));
+        for (int64_t k = 0; k < kColumns; ++k) {
+            order[static_cast<size_t>(k)] = kColumns - 1 - k;
+        }
+        const GridCall grids{weights.data(), scales.data(), minima.data(), kColumns, kGroups, rows};
+        for (int kind = 0; kind < 3; ++kind) {  // with minima, symmetric, three values
+            run.table.search_ranges({weights.data(), shares.data(), factors.data(), kind == 2 ? scratch.data() : nullptr,
+                                     scales.data(), minima.data(), kColumns, kGroups, rows, kind == 2 ? 1 : 3,
+                                     kind == 2 ? 2.0f : 7.0f, kind == 2 ? 1.0f : 4.0f, kind > 0});
+            run.table.nearest_codes(grids, kind == 2 ? 2.0f : 7.0f, codes.data());
+            run.table.differences(grids, codes.data(), order.data(), out.data(), squares.data());
+            std::vector<float> found(out);
+            found.insert(found.end(), scales.begin(), scales.end());
+            found.insert(found.end(), codes.begin(), codes.end());
+            found.insert(found.end(), squares.begin(), squares.end());
+            run.print(found, "nearest" + what);
+        }
+        std::vector<float> work(weights), inverses(scales), sums(scales);
+        for (float& inverse : inverses) {
+            inverse = 1.0f / inverse;
+        }
+        for (float& entry : factor) {
+            entry = entry * 0.02f + 1.0f;
+        }
+        run.table.round_columns({work.data(), factor.data(), order.data(), scales.data(), inverses.data(), minima.data(),
+                                 largest.data(), codes.data(), squares.data(), kColumns, kGroups, rows, 10, 70});
+        work.insert(work.end(), codes.begin(), codes.end());
+        work.insert(work.end(), squares.begin(), squares.end());
+        run.print(work, "columns" + what);
+        run.table.code_sums({weights.data(), codes.data(), sums.data(), kGroups, kColumns / kGroups, rows, 2.0f});
+        run.print(sums, "sums" + what);
+        std::vector<float> systems = random_floats(kSize * kSize * rows), x = random_floats(kSize * rows), y(x);
+        const std::vector<float> diagonal(x.size(), 100.0f);
+        scratch.resize(2 * kSize * kSize * 8);
+        std::vector<float> tile(kColumns * kSystemTile);
+        run.table.code_systems({codes.data(), factor.data(), shares.data(), systems.data(), tile.data(), kColumns, kGroups, rows,
+                                rows, kSize, 1.0f});
+        run.table.multiply_systems({systems.data(), kSize, rows}, x.data(), y.data());
+        run.table.solve_systems({systems.data(), kSize, rows}, diagonal.data(), x.data(), scratch.data());
+        x.insert(x.end(), y.begin(), y.end());
+        run.print(x, "systems" + what);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -382,6 +438,7 @@ int main(int argc, char** argv) {
         run_vectors(run);
         run_attention(run);
         run_routes(run);
+        run_quantizer(run);
     }
     return 0;
 }

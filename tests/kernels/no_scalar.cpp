@@ -8,8 +8,9 @@ namespace {
 
 bool is_supported() { return false; }
 
-constexpr KernelTable kNone{"scalar", is_supported, nullptr, nullptr, nullptr, nullptr, nullptr,
-                            nullptr,  nullptr,      nullptr, nullptr, nullptr, nullptr};
+constexpr KernelTable kNone{"scalar", is_supported, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                            nullptr,  nullptr,      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                            nullptr};
 
 }  // namespace
 

@@ -24,8 +24,9 @@ from moec.manifests.quant import QuantSpec
 
 from ...workspace.parallel import in_parts, one_torch_thread
 from ..quantized import QuantizedMatrix
-from .refit import identity_like, refit
-from .rtn import quantize_rtn
+from .column_steps import BLOCK_COLUMNS, differences, round_columns
+from .refit import FitInputs, identity_like, refit
+from .rtn import CodedColumns, nearest, quantize_rtn
 
 DAMPING = 0.01
 """Share of the mean diagonal that is added to the second moment, for at least as many tokens as columns."""
@@ -44,10 +45,11 @@ times. Measured (docs/experiments/2026-11.md, 22: Scales fitted at 3 and 4 bits)
 """
 # Columns in a block are updated one by one, later columns of the outer block by one product per block, and all others
 # by one product per outer block. So the whole matrix passes through the cache once per outer block.
-_BLOCK_COLUMNS, _OUTER_COLUMNS = 32, 256
-STACKED_ROWS = 4096
+_OUTER_COLUMNS = 256
+STACKED_ROWS = 2048
 """Rows of all formats that are rounded at once. A block of their columns should fit in the level-2 cache."""
 _ROOT_ROWS = 256  # rows of a triangular factor in one product; the zeros left of them are not multiplied
+_FEWER_ROWS = 0.75  # share of rows below which a copy of them takes less time than the products of the others
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6
 _ROUNDING = 4e-6  # errors under H are sums in float32; more than their relative error, so that no row gets worse
@@ -58,38 +60,39 @@ class PreparedInputs:
     """The part of GPTQ that depends on second moments alone. All matrices of the same inputs and all formats share it.
 
     H is the second moment over its mean diagonal, with `damping` added to the diagonal.
-    order: [K] columns, largest moment first.
-    factor: U with U^T U = H^-1, [K, K] upper triangular, in that order.
+    order: [K] columns, largest moment first; places: where the order has each column.
+    factor: U^T with U^T U = H^-1, [K, K] lower triangular, in that order.
     root: M = U^-1 with M M^T = H, [K, K] upper triangular, in that order.
 
     GPTQ divides the error of each rounded column by its entry on the diagonal of U. Let E be these errors, [N, K].
     Each later column receives -E U, so the difference of the weights is D = E U. With H^-1 = U^T U it follows that
-
-        D H = E U^-T = E M^T  and  D H D^T = E E^T.
-
-    So the output error costs no product with H, and its gradient D H costs half of one.
+    D H D^T = E E^T. So the output error costs no product with H.
     """
 
     order: Tensor
+    places: Tensor
     factor: Tensor
     root: Tensor
     damping: float
 
-    def residual(self, errors: Tensor) -> Tensor:
-        """Return D H [N, K] from E^T [K, N], whose rows are in the order of GPTQ."""
-        sums = torch.empty_like(errors)
-        for start in range(0, len(errors), _ROOT_ROWS):
-            end = start + _ROOT_ROWS
-            torch.mm(self.root[start:end, start:], errors[start:], out=sums[start:end])
-        return torch.empty_like(sums).index_copy_(0, self.order, sums).T.contiguous()
+    def row_errors(self, difference: Tensor, enough: Tensor | None = None) -> Tensor:
+        """Return D H D^T of each row, float64 [N], from D^T in that order, [K, N]: squares of D M without M's zeros.
 
-    def row_errors(self, difference: Tensor) -> Tensor:
-        """Return D H D^T of each row, float64 [N], from D, [N, K]: the squares of D M, without the zeros of M."""
-        columns = difference.T.contiguous()[self.order]
-        total = difference.new_zeros(len(difference), dtype=torch.float64)
-        for start in range(0, len(columns), _ROOT_ROWS):
+        enough: [N]. The sum of a row may end once it is larger.
+        """
+        total = difference.new_zeros(difference.shape[1], dtype=torch.float64)
+        rows = torch.arange(len(total), device=total.device)
+        for start in range((len(difference) - 1) // _ROOT_ROWS * _ROOT_ROWS, -1, -_ROOT_ROWS):  # the largest sums first
             end = start + _ROOT_ROWS
-            total += (self.root[:end, start:end].T @ columns[:end]).square_().sum(0, dtype=torch.float64)
+            product = self.root[:end, start:end].T @ difference[:end]
+            total.index_add_(0, rows, product.square_().sum(0).double())
+            if enough is None:
+                continue
+            (going_on,) = (total <= enough)[rows].nonzero(as_tuple=True)
+            if not len(going_on):
+                break
+            if len(going_on) < _FEWER_ROWS * len(rows):
+                rows, difference = rows[going_on], difference[:, going_on]
         return total
 
 
@@ -102,7 +105,8 @@ def prepare_inputs(second_moment: Tensor, tokens: int) -> PreparedInputs:
     moment = over_mean(second_moment)
     order = moment.diagonal().argsort(descending=True, stable=True)
     damping = DAMPING if tokens >= len(moment) else SPARSE_DAMPING
-    return PreparedInputs(order, *triangular_factors(moment[order][:, order], damping))
+    factor, root, damping = triangular_factors(moment[order][:, order], damping)
+    return PreparedInputs(order, order.argsort(), factor.T.contiguous(), root.contiguous(), damping)
 
 
 def over_mean(second_moment: Tensor) -> Tensor:
@@ -144,43 +148,52 @@ def quantize_formats(
     with one_torch_thread() if weight.numel() < ONE_THREAD_WEIGHTS else nullcontext():
         if second_moment is None or not tokens:
             return [quantize_rtn(weight, spec, True) for spec in specs]
+        if not specs:
+            return []
         prepared = prepared or prepare_inputs(second_moment, tokens)
+        damped = over_mean(second_moment)
+        damped.diagonal().add_(prepared.damping)
+        columns = weight.detach().float().T.contiguous()
+        fits = FitInputs(damped, damped @ columns)
+        given = _Matrix(columns, columns[prepared.order], fits, second_moment.diagonal(), prepared)
         matrices = dict[QuantSpec, QuantizedMatrix]()
         for stacked in in_parts(sorted(set(specs), key=_turns), max(1, STACKED_ROWS // len(weight))):
-            matrices.update(
-                zip(stacked, _quantize(weight.detach().float(), stacked, second_moment, prepared), strict=True)
-            )
+            matrices.update(zip(stacked, _quantize(given, stacked), strict=True))
         return [matrices[spec] for spec in specs]
 
 
-def _quantize(
-    weight: Tensor, specs: Sequence[QuantSpec], second_moment: Tensor, prepared: PreparedInputs
-) -> list[QuantizedMatrix]:
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix to quantize and what its formats share.
+
+    columns: W^T, [K, N]; ordered: the same in the order of GPTQ.
+    importance: [K], diagonal of the second moment.
+    """
+
+    columns: Tensor
+    ordered: Tensor
+    fits: FitInputs
+    importance: Tensor
+    prepared: PreparedInputs
+
+
+def _quantize(weight: _Matrix, specs: Sequence[QuantSpec]) -> list[QuantizedMatrix]:
     """Round to nearest, then run GPTQ in turns, and take the best result of each row, for each format."""
-    damped = over_mean(second_moment)
-    damped.diagonal().add_(prepared.damping)
-    tried = [quantize_rtn(weight, spec, True, second_moment.diagonal()) for spec in specs]
-    best = [_Rows.nearest(weight, matrix, prepared) for matrix in tried]
+    first = [nearest(weight.columns, spec, True, weight.importance) for spec in specs]
+    tried, best = list(first), dict[int, _Rows]()
     for turn in range(REFITS):
         running = [at for at, spec in enumerate(specs) if turn < _turns(spec)]
-        compensated = compensate(weight, prepared, [tried[at] for at in running]) if running else []
+        compensated = compensate(weight.ordered, weight.prepared, [tried[at] for at in running]) if running else []
         for at, (codes, errors) in zip(running, compensated, strict=True):
-            matrix, whole = _fitted(tried[at], codes, errors, prepared, damped)
-            difference = matrix.dequantize().sub_(weight)
-            best[at] = best[at].better(_Rows.of(matrix, whole, difference, prepared.damping))
-            tried[at] = matrix
-    return [rows.matrix for rows in best]
-
-
-def _fitted(
-    before: QuantizedMatrix, codes: Tensor, errors: Tensor, prepared: PreparedInputs, damped: Tensor
-) -> tuple[QuantizedMatrix, Tensor]:
-    """Return the codes of `compensate` on fitted scales if there are few, else on those before, and D H D^T of rows."""
-    matrix = QuantizedMatrix(before.spec, codes, before.scales, before.minima)
-    whole = errors.square().sum(0, dtype=torch.float64)
-    if before.spec.largest_code >= REFITTED_CODES:
-        return matrix, whole
-    return refit(matrix, prepared.residual(errors), whole, damped)
+            matrix, whole = CodedColumns(specs[at], codes, tried[at].scales, tried[at].minima), errors
+            if specs[at].largest_code < REFITTED_CODES:
+                matrix, whole = refit(matrix, weight.fits, errors)
+            rows, tried[at] = _Rows.of(weight, matrix, whole), matrix
+            best[at] = best[at].better(rows) if at in best else rows
+    return [
+        _Rows.nearest(weight, matrix, best[at].errors).better(best[at]).matrix.matrix()
+        for at, matrix in enumerate(first)
+    ]
 
 
 def _turns(spec: QuantSpec) -> int:
@@ -192,117 +205,99 @@ def _turns(spec: QuantSpec) -> int:
 class _Rows:
     """A matrix and the output error of each of its rows, float64 [N], under the moment over its mean diagonal."""
 
-    matrix: QuantizedMatrix
+    matrix: CodedColumns
     errors: Tensor
 
     @classmethod
-    def of(cls, matrix: QuantizedMatrix, damped: Tensor, difference: Tensor, damping: float) -> _Rows:
-        """Take errors under H, float64 [N], without what the damping adds to them. difference: D, [N, K]; changed."""
-        return cls(matrix, damped - damping * difference.square_().sum(1, dtype=torch.float64))
+    def of(cls, weight: _Matrix, matrix: CodedColumns, damped: Tensor) -> _Rows:
+        """Take errors under H, float64 [N], without what the damping adds to them."""
+        _, squares = differences(weight.columns, matrix.codes, matrix.scales, matrix.minima)
+        return cls(matrix, damped - weight.prepared.damping * squares)
 
     @classmethod
-    def nearest(cls, weight: Tensor, matrix: QuantizedMatrix, prepared: PreparedInputs) -> _Rows:
-        """Take weights that are rounded to nearest. No row with a larger error is taken instead."""
-        difference = matrix.dequantize().sub_(weight)
-        return cls.of(matrix, prepared.row_errors(difference) * (1 - _ROUNDING), difference, prepared.damping)
+    def nearest(cls, weight: _Matrix, matrix: CodedColumns, others: Tensor) -> _Rows:
+        """Take weights that are rounded to nearest. No row with a larger error is taken instead.
+
+        others: errors of other matrices, [N]. Errors above them may be returned too low, but still above them.
+        """
+        prepared = weight.prepared
+        difference, squares = differences(weight.columns, matrix.codes, matrix.scales, matrix.minima, prepared.places)
+        undamped = prepared.damping * squares
+        damped = prepared.row_errors(difference, (others + undamped) / (1 - _ROUNDING))
+        return cls(matrix, damped * (1 - _ROUNDING) - undamped)
 
     def better(self, other: _Rows) -> _Rows:
         """Return the rows with the least output error from two matrices in one format. On a tie, this matrix wins."""
         takes = other.errors < self.errors
-        rows, one, two = takes.unsqueeze(1), self.matrix, other.matrix
-        minima = None
-        if one.minima is not None and two.minima is not None:
-            minima = torch.where(rows, two.minima, one.minima)
-        codes, scales = torch.where(rows, two.codes, one.codes), torch.where(rows, two.scales, one.scales)
+        if bool(takes.all()):
+            return other
+        codes, scales, minima = (
+            torch.where(takes, theirs, own)
+            for own, theirs in (
+                (self.matrix.codes, other.matrix.codes),
+                (self.matrix.scales, other.matrix.scales),
+                (self.matrix.minima, other.matrix.minima),
+            )
+        )
         errors = torch.where(takes, other.errors, self.errors)
-        return _Rows(QuantizedMatrix(one.spec, codes, scales, minima), errors)
+        return _Rows(CodedColumns(self.matrix.spec, codes, scales, minima), errors)
 
 
 def compensate(
-    weight: Tensor, prepared: PreparedInputs, matrices: Sequence[QuantizedMatrix]
+    ordered: Tensor, prepared: PreparedInputs, matrices: Sequence[CodedColumns]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return for each matrix the codes of GPTQ on its scales, uint8 [N, K], and its errors E^T, [K, N].
+    """Return for each matrix the codes of GPTQ on its scales, uint8 [K, N], and D H D^T of each row, float64 [N].
 
     All formats are rounded at the same time, as rows of one matrix: rows are independent, and calls are fewer.
-    weight: [N, K].
-    The rows of the errors are in the order of `prepared`.
+    ordered: weights, [K, N], whose columns are in the order of `prepared`.
     """
-    order, rows = prepared.order, len(weight)
-    work = weight.T.contiguous()[order].repeat(1, len(matrices))
-    codes = _round_columns(work, rows, prepared, _Grid.of(matrices))
-    parts = zip(torch.split(codes, rows, 1), torch.split(work, rows, 1), strict=True)
-    return [
-        (torch.empty_like(rounded).index_copy_(0, order, rounded).T.contiguous(), errors) for rounded, errors in parts
-    ]
+    rows = ordered.shape[1]
+    codes, squares = _round_columns(ordered.repeat(1, len(matrices)), rows, prepared, _stacked(matrices))
+    return list(
+        zip((part.contiguous() for part in torch.split(codes, rows, 1)), torch.split(squares, rows), strict=True)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Values that codes of F matrices [N, K] stand for. M = F N is the number of stacked rows.
+def _stacked(matrices: Sequence[CodedColumns]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scales, their inverses and minima, [G, M], and the largest codes, [M], of F matrices [N, K]: M = F N rows.
 
     Groups of all matrices are divided into as many equal ones as all of them need.
-    scales, minima: [G, M].
-    largest: the largest code of each row, float32 [M].
     """
-
-    scales: Tensor
-    minima: Tensor
-    largest: Tensor
-
-    @classmethod
-    def of(cls, matrices: Sequence[QuantizedMatrix]) -> _Grid:
-        """Stack the grids of matrices with the same shape."""
-        groups = math.lcm(*(matrix.scales.shape[1] for matrix in matrices))
-        scales, minima, largest = list[Tensor](), list[Tensor](), list[Tensor]()
-        for matrix in matrices:
-            scale, spec = matrix.scales.float(), matrix.spec
-            low = -scale * float(spec.centre) if matrix.minima is None else matrix.minima.float()
-            times = groups // scale.shape[1]
-            scales.append(scale.T.repeat_interleave(times, 0))
-            minima.append(low.T.repeat_interleave(times, 0))
-            largest.append(scale.new_full((len(scale),), float(spec.largest_code)))
-        return cls(torch.cat(scales, 1), torch.cat(minima, 1), torch.cat(largest))
+    groups = math.lcm(*(len(matrix.scales) for matrix in matrices))
+    scales, minima = (
+        torch.cat([values.repeat_interleave(groups // len(values), 0) for values in stacked], 1)
+        for stacked in ([matrix.scales for matrix in matrices], [matrix.minima for matrix in matrices])
+    )
+    largest = [torch.full_like(matrix.codes[0], matrix.spec.largest_code) for matrix in matrices]
+    inverses = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
+    return scales, inverses, minima, torch.cat(largest)
 
 
-def _round_columns(work: Tensor, rows: int, prepared: PreparedInputs, grid: _Grid) -> Tensor:
-    """Round column by column and return codes, uint8 [K, M].
+def _round_columns(work: Tensor, rows: int, prepared: PreparedInputs, grid: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Round all columns. Return codes, uint8 [K, M], and the squared errors of each row, float64 [M].
 
     work: weights, [K, M]. Afterwards it holds the error of each column over its entry on the diagonal of U.
     rows: number of rows of one matrix, N.
     """
     columns, factor = len(work), prepared.factor
-    of_column = (prepared.order // (columns // len(grid.scales))).cpu().tolist()
-    codes = torch.empty_like(work, dtype=torch.uint8)
-    scales, minima = grid.scales.unbind(), grid.minima.unbind()
-    steps = torch.where(grid.scales > 0, grid.scales, torch.ones_like(grid.scales)).reciprocal_().unbind()
-    block, value = work.new_empty(_BLOCK_COLUMNS, work.shape[1]), work.new_empty(work.shape[1])
+    codes, squares = torch.empty_like(work, dtype=torch.uint8), work.new_zeros(work.shape[1], dtype=torch.float64)
     matrices = torch.split(work, rows, 1)  # a product of more rows may round differently
-    diagonal = factor.diagonal().cpu().tolist()
     for outer in range(0, columns, _OUTER_COLUMNS):
         outer_end = min(outer + _OUTER_COLUMNS, columns)
-        for start in range(outer, outer_end, _BLOCK_COLUMNS):
-            end = min(start + _BLOCK_COLUMNS, outer_end)
-            rounded = block[: end - start]
-            for column, weight, code in zip(range(start, end), work[start:end].unbind(), rounded.unbind(), strict=True):
-                group = of_column[column]
-                torch.sub(weight, minima[group], out=code).mul_(steps[group]).round_().clamp_min_(0.0)
-                torch.minimum(code, grid.largest, out=code)
-                torch.addcmul(minima[group], code, scales[group], out=value)
-                weight.sub_(value).div_(diagonal[column])
-                if column + 1 < end:
-                    work[column + 1 : end].addr_(factor[column, column + 1 : end], weight, alpha=-1.0)
-            codes[start:end] = rounded
+        for start in range(outer, outer_end, BLOCK_COLUMNS):
+            end = min(start + BLOCK_COLUMNS, outer_end)
+            round_columns(work, factor, prepared.order, grid, start, end, codes, squares)
             for matrix in matrices:
                 _pass_on(matrix, factor, start, end, outer_end)
         for matrix in matrices:
             _pass_on(matrix, factor, outer, outer_end, columns)
-    return codes
+    return codes, squares
 
 
 def _pass_on(work: Tensor, factor: Tensor, start: int, end: int, until: int) -> None:
     """Subtract the errors of the columns from start to end from the columns after them, up to `until`."""
     if end < until:
-        work[end:until].addmm_(factor[start:end, end:until].T, work[start:end], alpha=-1.0)
+        work[end:until].addmm_(factor[end:until, start:end], work[start:end], alpha=-1.0)
 
 
 def triangular_factors(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, float]:

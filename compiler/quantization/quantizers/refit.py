@@ -7,130 +7,101 @@ Shapes: N rows, K columns, G groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..quantized import QuantizedMatrix, on_bytes
+from moec.manifests.quant import QuantSpec
+
+from ..quantized import on_bytes
+from .column_steps import code_sums, code_systems, multiplied, solved
+from .rtn import CodedColumns
 
 _RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
 SYSTEM_VALUES = 1 << 22
-"""Values of the systems that are solved at once: 32 MiB."""
-
-
-def refit(matrix: QuantizedMatrix, residual: Tensor, errors: Tensor, moment: Tensor) -> tuple[QuantizedMatrix, Tensor]:
-    """Return the same codes on the scales and minima that minimise d H d^T in each row, up to the rounding of scales.
-
-    Scales that would not be positive stay as they are. Also returns d H d^T of each row afterwards, float64 [N].
-    residual: d H, [N, K], where d is the difference of weights and `matrix`.
-    errors: d H d^T of each row, float64 [N].
-    moment: H, [K, K], positive definite.
-    """
-    rows = max(1, SYSTEM_VALUES // (2 * matrix.scales.shape[1] ** 2))
-    parts = [
-        _refit_rows(
-            matrix.rows(start, start + rows), residual[start : start + rows], errors[start : start + rows], moment
-        )
-        for start in range(0, len(residual), rows)
-    ]
-    scales, minima, after = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-    return QuantizedMatrix(matrix.spec, matrix.codes, scales, None if matrix.minima is None else minima), after
-
-
-def _refit_rows(
-    matrix: QuantizedMatrix, residual: Tensor, errors: Tensor, moment: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales, minima and errors of some rows; see `refit`. Symmetric: minima mean nothing."""
-    groups, system = matrix.scales.shape[1], _System.of(matrix, residual, moment)
-    before = matrix.scales if matrix.minima is None else torch.cat([matrix.scales, matrix.minima], 1)
-    wished = (before.float() + system.solved()).half()
-    scales = wished[:, :groups]
-    scales = torch.where((scales > 0) & torch.isfinite(scales), scales, matrix.scales)
-    if matrix.minima is None:
-        return scales, scales, errors + system.change(scales.float() - before.float())
-    minima = torch.where(torch.isfinite(wished[:, groups:]), wished[:, groups:], matrix.minima)
-    if matrix.spec.byte_scales:
-        scales, minima = on_bytes(scales, minima, matrix.spec.largest_code)
-    step = torch.cat([scales, minima], 1).float() - before.float()
-    return scales, minima, errors + system.change(step)
+"""Values of the systems that are solved at once: 32 MiB at most."""
+_ROWS = 192  # whose systems are solved at once
 
 
 @dataclass(frozen=True, slots=True)
-class _System:
-    """The least squares of some rows. A step s of scales and t of minima changes the error d H d^T of a row by
+class FitInputs:
+    """Inputs that all fits of a matrix share.
 
-        s A s^T + 2 s C t^T + t M t^T - 2 (s . a + t . m).
-
-    A, M and C are sums of H over pairs of groups, with codes as factors on both sides, on none, and on the left.
-    M is the same in every row, so it is factored once.
-    scales: A, [N, G, G].
-    wanted_scales: a, sums of d H over groups with codes as factors, [N, G].
-    between: C, [N, G, G]; minima: M, [G, G]; wanted_minima: m, [N, G]. All three are empty without minima.
+    moment: H, [K, K], positive definite.
+    products: H W^T, [K, N], of the weights W.
     """
 
-    scales: Tensor
-    wanted_scales: Tensor
-    between: Tensor
-    minima: Tensor
-    wanted_minima: Tensor
+    moment: Tensor
+    products: Tensor
+    _sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, matrix: QuantizedMatrix, residual: Tensor, moment: Tensor) -> _System:
-        """Sum up. residual: d H, [N, K]. moment: H, [K, K]."""
-        (rows, columns), groups = matrix.codes.shape, matrix.scales.shape[1]
-        centre = matrix.spec.centre if matrix.minima is None else 0
-        codes, left = (values.reshape(rows, groups, -1) for values in (matrix.codes.float() - centre, residual))
-        strips = moment.reshape(groups, columns // groups, columns)
-        system = residual.new_empty(rows, groups, groups)
-        for group in range(groups):
-            # The matrix is symmetric, so only columns from this group on are multiplied.
-            product = codes[:, group] @ strips[group, :, group * strips.shape[1] :]
-            product = product.reshape(rows, groups - group, -1).mul_(codes[:, group:]).sum(-1)
-            system[:, group, group:] = system[:, group:, group] = product
-        wanted = (left * codes).sum(-1)
-        nothing = residual.new_empty(0)
-        if matrix.minima is None:
-            return cls(system, wanted, nothing, nothing, nothing)
-        # Each row of H, summed over a group's columns.
-        sums = strips.reshape(groups, columns // groups, groups, -1).sum(-1)
-        between = torch.bmm(codes.transpose(0, 1), sums).transpose(0, 1)
-        return cls(system, wanted, between, sums.sum(1), left.sum(-1))
+    def sums(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Return sums over groups of columns: of H, [G, K], and of H W^T, [G, N]."""
+        if groups not in self._sums:
+            self._sums[groups] = self._summed(self.moment, groups), self._summed(self.products, groups)
+        return self._sums[groups]
 
-    def solved(self) -> Tensor:
-        """Return the best steps of scales, followed by those of minima, [N, G] or [N, 2 G]."""
-        if not len(self.minima):
-            alone: Tensor = torch.linalg.solve(_raised(self.scales), self.wanted_scales)
-            return alone
-        # With M = L L^T, the minima are eliminated: (A - Y Y^T) s = a - Y z, where Y = C L^-T and z = m L^-T.
-        lower = torch.linalg.cholesky(_raised(self.minima[None]))[0]
-        inverse = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False).T
-        known, wanted = self.between @ inverse, self.wanted_minima @ inverse
-        reduced = torch.baddbmm(_raised(self.scales), known, known.transpose(1, 2), alpha=-1)
-        right = self.wanted_scales - torch.bmm(known, wanted[..., None])[..., 0]
-        steps = torch.linalg.solve(reduced, right)
-        of_minima = (wanted - torch.bmm(steps[:, None], known)[:, 0]) @ inverse.T
-        return torch.cat([steps, of_minima], 1)
+    @staticmethod
+    def _summed(matrix: Tensor, groups: int) -> Tensor:
+        return matrix.reshape(groups, -1, matrix.shape[1]).sum(1)
 
-    def change(self, step: Tensor) -> Tensor:
-        """Return how steps of scales and minima, [N, G] or [N, 2 G], change the error of each row, [N]."""
-        groups = self.scales.shape[1]
-        scales, minima = step[:, :groups], step[:, groups:]
-        moved = torch.bmm(self.scales, scales[..., None])[..., 0] - 2 * self.wanted_scales
-        if not len(self.minima):
-            return (scales * moved).sum(1)
-        moved += 2 * torch.bmm(self.between, minima[..., None])[..., 0]
-        return (scales * moved).sum(1) + (minima * (minima @ self.minima - 2 * self.wanted_minima)).sum(1)
+
+def refit(matrix: CodedColumns, inputs: FitInputs, errors: Tensor) -> tuple[CodedColumns, Tensor]:
+    """Return the same codes on the scales and minima that minimise d H d^T in each row, up to the rounding of scales.
+
+    Scales that would not be positive stay as they are. Also returns d H d^T of each row afterwards, float64 [N].
+    errors: d H d^T of each row, float64 [N], where d is the difference of weights and `matrix`.
+    """
+    rows = max(1, min(_ROWS, SYSTEM_VALUES // (2 * len(matrix.scales) ** 2)))
+    sums = code_sums(inputs.products, matrix.codes, _centre(matrix.spec), len(matrix.scales))
+    if not matrix.spec.symmetric:
+        sums = torch.cat([sums, inputs.sums(len(sums))[1]])
+    systems = sums.new_empty(len(sums), len(sums), min(rows, len(errors)))
+    parts = [
+        _refit_rows(matrix, inputs, sums[:, start : start + rows], start, systems)
+        for start in range(0, len(errors), rows)
+    ]
+    scales, minima, change = (torch.cat(pieces, -1) for pieces in zip(*parts, strict=True))
+    return CodedColumns(matrix.spec, matrix.codes, scales, minima), errors + change
+
+
+def _centre(spec: QuantSpec) -> float:
+    return float(spec.centre) if spec.symmetric else 0.0
+
+
+def _refit_rows(
+    matrix: CodedColumns, inputs: FitInputs, products: Tensor, start: int, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales and minima, [G, n], and the change of d H d^T, [n], of the rows from `start` on; see `refit`.
+
+    A step x of scales, followed by minima, changes the error of a row by x S x^T - 2 x y^T. S sums H over pairs of
+    groups, with codes as factors of the columns of scales; y is `products` minus S times what is before.
+    products: sums of H W^T over groups, with codes as factors, then without them if the format has minima, [P, n].
+    memory: for S, [P, P, n].
+    """
+    spec, groups, (size, rows) = matrix.spec, len(matrix.scales), products.shape
+    scales, minima = (values[:, start : start + rows].contiguous() for values in (matrix.scales, matrix.minima))
+    before = scales if spec.symmetric else torch.cat([scales, minima])
+    moment_sums = inputs.moment[:0] if spec.symmetric else inputs.sums(groups)[0]
+    systems = memory if memory.shape[2] == rows else products.new_empty(size, size, rows)
+    code_systems(matrix.codes, _centre(spec), inputs.moment, moment_sums, start, systems)
+    if not spec.symmetric:
+        systems[groups:, groups:] = moment_sums.reshape(groups, groups, -1).sum(2)[..., None]
+    wanted = products - multiplied(systems, before)
+    blocks = systems.diagonal(dim1=0, dim2=1).T.reshape(-1, groups, rows)
+    ridge = (_RIDGE * blocks.mean(1)).clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(groups, 0)
+    wished = (before + solved(systems, ridge, wanted)).half().float()
+    kept = torch.isfinite(wished)
+    kept[:groups] &= wished[:groups] > 0
+    after = torch.where(kept, wished, before)
+    if spec.byte_scales:
+        after = torch.cat(on_bytes(after[:groups].T, after[groups:].T, spec.largest_code), 1).T.float().contiguous()
+    step = after - before
+    change = (step * (multiplied(systems, step) - 2 * wanted)).sum(0)
+    return after[:groups], -after * float(spec.centre) if spec.symmetric else after[groups:], change
 
 
 def identity_like(matrix: Tensor) -> Tensor:
     """Return the identity of the size, type and device of a square matrix."""
     return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-
-
-def _raised(systems: Tensor) -> Tensor:
-    """Return positive semidefinite systems [N, P, P] with a ridge, which makes them definite."""
-    ridge = (_RIDGE * systems.diagonal(dim1=1, dim2=2).mean(1)).clamp_min(torch.finfo(torch.float32).tiny)
-    raised = systems.clone()
-    raised.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    return raised

@@ -6,12 +6,15 @@ Shapes: N rows, K columns, G groups, g columns of a group.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moec.manifests.quant import QuantSpec
 
 from ..quantized import QuantizedMatrix, RangeExceeded, on_bytes
+from .column_steps import native_of
 
 # Shrink factors of the clip search. The best factor for Gaussian rows of 64 is 1 at 8 bits and near 0.7 at 2 bits.
 # At 1 bit it is near 0.3, because a code is then the mean of its half.
@@ -47,23 +50,71 @@ def quantize_rtn(
     Raises ValueError if the format does not fit.
     Raises RangeExceeded if its scales would exceed float16.
     """
-    if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
+    if weight.ndim != 2:
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
-    weights = None if importance is None else importance.float().reshape(spec.groups(weight.shape[1]), -1)
-    step = max(1, _CHUNK_WEIGHTS // weight.shape[1])
-    chunks = [_quantize_rows(rows, spec, clip_search, weights) for rows in torch.split(weight.detach(), step)]
-    codes, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return nearest(weight.detach().float().T.contiguous(), spec, clip_search, importance).matrix()
+
+
+@dataclass(frozen=True, slots=True)
+class CodedColumns:
+    """A quantized matrix column by column, as quantizers compute with it.
+
+    codes: uint8 [K, N].
+    scales, minima: float32 [G, N], values that float16 holds. Symmetric: minima are -scale * centre.
+    """
+
+    spec: QuantSpec
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor
+
+    def matrix(self) -> QuantizedMatrix:
+        """Return the matrix row by row."""
+        codes, scales, minima = (
+            values.T.contiguous() for values in (self.codes, self.scales.half(), self.minima.half())
+        )
+        return QuantizedMatrix(self.spec, codes, scales, None if self.spec.symmetric else minima)
+
+
+def nearest(
+    weights: torch.Tensor, spec: QuantSpec, clip_search: bool, importance: torch.Tensor | None = None
+) -> CodedColumns:
+    """Round weights, float32 [K, N]; see `quantize_rtn`."""
+    columns, rows = weights.shape
+    if spec.bitwidth == 16 or 0 in weights.shape or not spec.fits(columns):
+        raise ValueError(f"format {spec} cannot hold a matrix of shape {(rows, columns)}")
+    groups, native = spec.groups(columns), native_of(weights)
+    shares = None if importance is None else importance.float()
+    if native is None:
+        grouped_shares = None if shares is None else shares.reshape(groups, -1)
+        parts = torch.split(weights.T, max(1, _CHUNK_WEIGHTS // columns))
+        chunks = [_quantize_rows(part, spec, clip_search, grouped_shares) for part in parts]
+        codes, scales, minima = (torch.cat(parts).T.contiguous() for parts in zip(*chunks, strict=True))
+    else:
+        codes = torch.empty_like(weights, dtype=torch.uint8)
+        scales, minima = (weights.new_empty(groups, rows) for _ in range(2))
+        factors = _factors(spec) if clip_search else ()
+        native.search_ranges(
+            weights.numpy(), (weights.new_ones(columns) if shares is None else shares.contiguous()).numpy(),
+            np.array(factors, np.float32), spec.largest_code, spec.centre if spec.symmetric else 0, spec.symmetric,
+            spec.is_ternary and clip_search, scales.numpy(), minima.numpy(),
+        )  # fmt: skip
+        if not (torch.isfinite(scales).all() and torch.isfinite(minima).all()):
+            raise _exceeded(weights, spec)
     if spec.byte_scales:
-        scales, minima = on_bytes(scales, minima, spec.largest_code)
-        grouped = weight.detach().float().reshape(*scales.shape, -1)
-        codes = _codes(grouped, scales.float(), minima.float(), spec).to(torch.uint8).reshape(weight.shape)
-    return QuantizedMatrix(spec, codes, scales, None if spec.symmetric else minima)
+        scales, minima = (half.T.float().contiguous() for half in on_bytes(scales.T, minima.T, spec.largest_code))
+    if native is not None:
+        native.nearest_codes(weights.numpy(), scales.numpy(), minima.numpy(), spec.largest_code, codes.numpy())
+    elif spec.byte_scales:
+        grouped = weights.T.reshape(rows, groups, -1)
+        codes = _codes(grouped, scales.T, minima.T, spec).to(torch.uint8).reshape(rows, columns).T.contiguous()
+    return CodedColumns(spec, codes, scales, minima)
 
 
 def _quantize_rows(
     weight: torch.Tensor, spec: QuantSpec, clip_search: bool, importance: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes uint8 [N, K], scales and minima float16 [N, G] of some rows.
+    """Return codes uint8 [N, K], scales and minima float32 [N, G] of some rows. It is what the extension computes.
 
     importance: [G, g] or None.
     """
@@ -84,7 +135,7 @@ def _quantize_rows(
             scales = torch.where(better, trial_scales, scales)
             minima = torch.where(better, trial_minima, minima)
         codes = _codes(grouped, scales, minima, spec)
-    return codes.to(torch.uint8).reshape(rows, columns), scales.half(), minima.half()
+    return codes.to(torch.uint8).reshape(rows, columns), scales, minima
 
 
 def _ranges(
@@ -99,8 +150,12 @@ def _ranges(
         yield -best, best
         return
     centre, half = (low + high) / 2, (high - low) / 2
-    for factor in _SHRINK_FACTORS_1_BIT if spec.bitwidth == 1 else _SHRINK_FACTORS:
+    for factor in _factors(spec):
         yield centre - factor * half, centre + factor * half
+
+
+def _factors(spec: QuantSpec) -> tuple[float, ...]:
+    return _SHRINK_FACTORS_1_BIT if spec.bitwidth == 1 else _SHRINK_FACTORS
 
 
 def _best_of_three(grouped: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -163,9 +218,12 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch
         minima = _half_below(low)
         scales = _half_above((high - minima) / float(spec.largest_code))
     if not (torch.isfinite(scales).all() and (spec.symmetric or torch.isfinite(minima).all())):
-        largest = float(torch.maximum(high.abs(), low.abs()).max())
-        raise RangeExceeded(f"weights up to {largest:.3g} exceed the float16 scales of format {spec}")
+        raise _exceeded(torch.maximum(high.abs(), low.abs()), spec)
     return scales, minima
+
+
+def _exceeded(weights: torch.Tensor, spec: QuantSpec) -> RangeExceeded:
+    return RangeExceeded(f"weights up to {float(weights.abs().max()):.3g} exceed the float16 scales of format {spec}")
 
 
 def _codes(grouped: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:

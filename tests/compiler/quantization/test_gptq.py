@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moec.compiler.quantization.quantizers import gptq
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq, triangular_factors
-from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.quantizers.rtn import CodedColumns, nearest, quantize_rtn
 from moec.compiler.quantization.unit_store import output_error, relative_output_error, row_errors
 from moec.manifests.quant import QuantSpec
 
@@ -157,22 +157,23 @@ def test_formats_that_are_rounded_together_have_the_bits_of_each_alone(rows: int
         assert found.minima is None or torch.equal(found.minima, alone.minima)
 
 
-def test_errors_of_rounding_give_the_error_and_the_gradient_of_the_outputs():
-    """E E^T = D H D^T and E M^T = D H, compared with products in float64."""
+def test_errors_of_rounding_give_the_error_of_the_outputs():
+    """E E^T = D H D^T, compared with products in float64. Sums may end once they are large enough."""
     spec = QuantSpec.parse("q3g32")
     weight, seen, _ = draw(0, 500, 32, 576)
-    moment = seen.T @ seen
+    moment, columns = seen.T @ seen, weight.T.contiguous()
     prepared = gptq.prepare_inputs(moment, 500)
-    nearest = quantize_rtn(weight, spec, True)
-    ((codes, errors),) = gptq.compensate(weight, prepared, [nearest])
-    difference = weight - gptq.QuantizedMatrix(spec, codes, nearest.scales, nearest.minima).dequantize()
+    before = nearest(columns, spec, True)
+    ((codes, errors),) = gptq.compensate(columns[prepared.order], prepared, [before])
+    difference = weight - CodedColumns(spec, codes, before.scales, before.minima).matrix().dequantize()
     damped = gptq.over_mean(moment).double() + prepared.damping * torch.eye(576).double()
-    product = difference.double() @ damped
-    whole = (product * difference).sum(1)
-    torch.testing.assert_close(errors.double().square().sum(0), whole, rtol=1e-4, atol=0)
-    torch.testing.assert_close(prepared.row_errors(difference), whole, rtol=1e-4, atol=0)
-    found = prepared.residual(errors).double()
-    torch.testing.assert_close(found, product, rtol=1e-3, atol=1e-3 * float(product.abs().max()))
+    whole = ((difference.double() @ damped) * difference).sum(1)
+    torch.testing.assert_close(errors, whole, rtol=1e-4, atol=0)
+    ordered = difference.T[prepared.order].contiguous()
+    torch.testing.assert_close(prepared.row_errors(ordered), whole, rtol=1e-4, atol=0)
+    for share in (0.1, 0.5):
+        found = prepared.row_errors(ordered, share * whole)
+        assert bool((found > share * whole).all()) and bool((found < whole * 0.999).all())
 
 
 def test_without_moments_it_rounds_to_nearest():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moec.compiler.quantization.quantized import QuantizedMatrix
 from moec.compiler.quantization.quantizers import refit as module
-from moec.compiler.quantization.quantizers.refit import refit
-from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.quantizers.refit import FitInputs, refit
+from moec.compiler.quantization.quantizers.rtn import CodedColumns, quantize_rtn
 from moec.compiler.quantization.unit_store import row_errors
 from moec.manifests.quant import QuantSpec
 
@@ -29,8 +29,12 @@ def draw(seed: int, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fitted(weight: torch.Tensor, matrix: QuantizedMatrix, moment: torch.Tensor) -> QuantizedMatrix:
     """Return a matrix with fitted scales. The errors that the fit reports are those of the result."""
-    residual = (weight - matrix.dequantize()) @ moment
-    after, errors = refit(matrix, residual, row_errors(weight, matrix.dequantize(), moment).double(), moment)
+    scales = matrix.scales.float()
+    minima = -scales * float(matrix.spec.centre) if matrix.minima is None else matrix.minima.float()
+    columns = CodedColumns(matrix.spec, *(values.T.contiguous() for values in (matrix.codes, scales, minima)))
+    before = row_errors(weight, matrix.dequantize(), moment).double()
+    found, errors = refit(columns, FitInputs(moment, moment @ weight.T), before)
+    after = found.matrix()
     wanted = row_errors(weight, after.dequantize(), moment)
     torch.testing.assert_close(
         errors.float(), wanted, rtol=1e-3, atol=1e-4 * float(row_errors(weight, 0 * weight, moment).max())
@@ -61,7 +65,11 @@ def test_scales_are_those_of_least_squares(text: str, seed: int) -> None:
     weight, moment = draw(seed)
     before = quantize_rtn(weight, QuantSpec.parse(text), clip_search=True)
     after = fitted(weight, before, moment)
-    assert after.spec == before.spec and after.codes is before.codes and (after.minima is None) == before.spec.symmetric
+    assert (
+        after.spec == before.spec
+        and torch.equal(after.codes, before.codes)
+        and (after.minima is None) == before.spec.symmetric
+    )
     factor = np.linalg.cholesky(moment.double().numpy()).T
     for row in range(len(weight)):
         one = QuantizedMatrix(after.spec, after.codes[row : row + 1], after.scales[row : row + 1], after.minima)

@@ -51,6 +51,11 @@ inline Floats larger(Floats a, Floats b) {
 inline Floats smaller(Floats a, Floats b) {
     return {vbslq_f32(vcltq_f32(a.low, b.low), a.low, b.low), vbslq_f32(vcltq_f32(a.high, b.high), a.high, b.high)};
 }
+// Bits of ones where a < b, else zeros.
+inline Ints less(Floats a, Floats b) { return {vcltq_f32(a.low, b.low), vcltq_f32(a.high, b.high)}; }
+inline Floats choose(Ints which, Floats a, Floats b) {
+    return {vbslq_f32(which.low, a.low, b.low), vbslq_f32(which.high, a.high, b.high)};
+}
 
 inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return {vreinterpretq_u32_u8(vld1q_u8(p)), vreinterpretq_u32_u8(vld1q_u8(p + 16))}; }

@@ -35,6 +35,9 @@ inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+// Bits of ones where a < b, else zeros.
+inline Ints less(Floats a, Floats b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+inline Floats choose(Ints which, Floats a, Floats b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(which)); }
 
 inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

@@ -7,4 +7,6 @@ constexpr int kPanelBlocks = 1;    // row blocks of a quantized matrix, for seve
 constexpr int kBytePanelColumns = 256;
 constexpr int kRoundedTokens = 4;  // tokens, with a quantized matrix
 constexpr int kWeighedSums = 8;    // vectors of sums, of several queries, while attention weighs values
+constexpr int kSystemVectors = 2;  // vectors of rows, in the systems of a quantizer
+constexpr int kSystemColumns = 4;  // columns, likewise
 constexpr bool multiplies_packed(int) { return false; }  // codes are unpacked to bytes before they are multiplied

@@ -309,4 +309,5 @@ NB_MODULE(_native, module) {
     bind_attention(module);
     bind_cache(module);
     bind_expert_layers(module);
+    bind_quantizer(module);
 }

@@ -11,5 +11,7 @@ void bind_attention(nanobind::module_& module);
 // `_native.ExpertCache` and `_native.ExpertLayers`.
 void bind_cache(nanobind::module_& module);
 void bind_expert_layers(nanobind::module_& module);
+// The steps of a quantizer.
+void bind_quantizer(nanobind::module_& module);
 
 }  // namespace moec

@@ -14,4 +14,6 @@
 #include "attention/weighing.h"
 #include "products/rows.h"
 #include "attention/cached_attention.h"
+#include "quantization/code_systems.h"
+#include "quantization/quantizer_steps.h"
 #include "targets/table.h"

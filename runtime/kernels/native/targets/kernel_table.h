@@ -1,5 +1,6 @@
 // The table of kernels, one per instruction set. The choice among the tables is in targets/choose_kernels.cpp. Start here to
-// see which kernels exist; each targets/kernels_*.cpp fills one table with the functions of products/ and attention/.
+// see which kernels exist; each targets/kernels_*.cpp fills one table with the functions of products/, attention/ and
+// quantization/.
 
 #pragma once
 
@@ -146,6 +147,73 @@ struct RouteCall {
     bool renormalizes;
 };
 
+// Matrices of a quantizer are stored column by column: [K, N] is K columns of N rows of weights. Columns have G groups of equal
+// size. A code stands for scale * code + minimum; scales and minima are [G, N].
+
+constexpr int kMaxRanges = 16;
+constexpr int kMaxRoundedColumns = 64;
+
+// Search for the range of each group.
+struct RangesCall {
+    const float* weights;     // [K, N]
+    const float* importance;  // [K], weights of the columns
+    const float* factors;     // [range_count], smaller ranges over the whole one
+    float* scratch;           // [2, K / G, 8] for three values, whose best range is tried instead, with range_count 1; else null
+    float* scales;            // [G, N], values of float16, infinite or NaN if it does not hold the range
+    float* minima;
+    int64_t columns, groups, rows, range_count;
+    float largest, centre;  // the largest code, and the code of zero of symmetric formats
+    bool is_symmetric;
+};
+
+// Weights and grids of their groups.
+struct GridCall {
+    const float* weights;  // [K, N]
+    const float *scales, *minima;
+    int64_t columns, groups, rows;
+};
+
+// sums[j, i] = sum over k in group j of products[k, i] (codes[k, i] - centre).
+struct SumsCall {
+    const float* products;  // [K, N]
+    const uint8_t* codes;   // [K, N]
+    float* sums;            // [G, N]
+    int64_t groups, width, rows;
+    float centre;
+};
+
+// Columns [begin, end) of GPTQ, at most kMaxRoundedColumns. See compiler/quantization/quantizers/gptq.py.
+struct ColumnsCall {
+    float* work;                              // [K, N] in GPTQ's order: weights, then errors over the diagonal of the factor
+    const float* factor;                      // U^T, [K, K]
+    const int64_t* order;                     // [K], the column of the weights
+    const float *scales, *inverses, *minima;  // [G, N]; inverses: 1 / scale
+    const uint8_t* largest;                   // [N], the largest code
+    uint8_t* codes;                           // [K, N] in the order of the weights
+    double* squares;                          // [N], to which the squares of the errors are added
+    int64_t columns, groups, rows, begin, end;
+};
+
+// `count` symmetric matrices S, [P, P, count]. Only entries on and above the diagonal are read.
+struct SystemsCall {
+    const float* systems;
+    int64_t size, count;  // P, and the number of systems
+};
+
+// Least squares of the scales, and minima, that belong to codes: systems S of some rows, size P = G, or 2 G with minima.
+// With C for a code minus the centre, entries on and above the diagonal of the first G rows are written:
+// S[i, j] = sum over k in group i and l in group j of C_k H[k, l] C_l, and S[i, G + j] = sum over k in i of C_k sums[j, k].
+struct CodeSystemsCall {
+    const uint8_t* codes;  // [K, rows], columns are `distance` bytes apart
+    const float* moment;   // H, [K, K], symmetric
+    const float* sums;     // [G, K], sums of H over groups of rows; not read if P = G
+    float* systems;        // [P, P, rows]
+    float* scratch;        // [K, kSystemTile]
+    int64_t columns, groups, rows, distance, size;
+    float centre;
+};
+constexpr int kSystemTile = 96;
+
 // The kernels of one instruction set. They validate nothing, allocate nothing and cannot fail.
 struct KernelTable {
     const char* name;
@@ -166,6 +234,16 @@ struct KernelTable {
     void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);
     void (*route)(const RouteCall&, int64_t token, float* shares);  // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
+    void (*search_ranges)(const RangesCall&);
+    void (*nearest_codes)(const GridCall&, float largest, uint8_t* codes);
+    // codes: [K, N]. out: [K, N], may be null; column k is stored in places[k]. squares: of each row, [N].
+    void (*differences)(const GridCall&, const uint8_t* codes, const int64_t* places, float* out, double* squares);
+    void (*code_sums)(const SumsCall&);
+    void (*round_columns)(const ColumnsCall&);
+    void (*code_systems)(const CodeSystemsCall&);
+    void (*multiply_systems)(const SystemsCall&, const float* x, float* out);  // S x; both [P, count]
+    // Replaces right by x with (S + diagonal) x = right; both [P, count]. scratch: [2, P, P, 8].
+    void (*solve_systems)(const SystemsCall&, const float* diagonal, float* right, float* scratch);
 };
 
 // The kernels in which one instruction set differs from another; it shares the rest.

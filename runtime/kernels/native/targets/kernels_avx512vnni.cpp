@@ -40,6 +40,8 @@ constexpr int kBytePanelColumns = 256;
 constexpr int kRoundedTokens = 8;   // tokens, with a quantized matrix: half of the rows that stand side by side
 // Whether codes are unpacked to bytes during the product, by execution units that the products leave idle.
 constexpr bool multiplies_packed(int bitwidth) { return bitwidth != kTernary; }
+constexpr int kSystemVectors = 3;   // vectors of rows, in the systems of a quantizer
+constexpr int kSystemColumns = 8;   // columns, likewise
 constexpr int kWeighedSums = 16;    // vectors of sums, of several queries, while attention weighs values
 
 #include "products/linear.h"
@@ -50,10 +52,12 @@ constexpr int kWeighedSums = 16;    // vectors of sums, of several queries, whil
 #include "products/product.h"
 #include "attention/cached_rows.h"
 #include "attention/weighing.h"
+#include "quantization/code_systems.h"
 
 }  // namespace wide
 
 using wide::blocks_in_panels;
+using wide::code_systems;
 using wide::combine;
 using wide::dequantize_row;
 using wide::kChunkTokens;
@@ -70,6 +74,7 @@ using wide::weigh_values;
 #include "attention/cached_rows.h"
 #include "products/rows.h"
 #include "attention/cached_attention.h"
+#include "quantization/quantizer_steps.h"
 #include "targets/table.h"
 
 #if defined(MOEC_EMULATE_VNNI)

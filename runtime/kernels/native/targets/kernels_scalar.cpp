@@ -91,6 +91,13 @@ inline Floats larger(const Floats& a, const Floats& b) {
 inline Floats smaller(const Floats& a, const Floats& b) {
     return each<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
+// Bits of ones where a < b, else zeros.
+inline Ints less(const Floats& a, const Floats& b) {
+    return each<Ints>([&](int i) { return a.v[i] < b.v[i] ? ~0u : 0u; });
+}
+inline Floats choose(const Ints& which, const Floats& a, const Floats& b) {
+    return each<Floats>([&](int i) { return which.v[i] != 0 ? a.v[i] : b.v[i]; });
+}
 
 inline void prefetch(const uint8_t*) {}
 inline Ints load_lanes(const uint8_t* p) {
@@ -194,6 +201,8 @@ constexpr int kPanelBlocks = 1;    // row blocks of a quantized matrix, for seve
 constexpr int kBytePanelColumns = 256;
 constexpr int kRoundedTokens = 1;  // tokens, with a quantized matrix
 constexpr int kWeighedSums = 8;    // vectors of sums, of several queries, while attention weighs values
+constexpr int kSystemVectors = 2;  // vectors of rows, in the systems of a quantizer
+constexpr int kSystemColumns = 4;  // columns, likewise
 constexpr bool multiplies_packed(int) { return false; }  // codes are unpacked to bytes before they are multiplied
 
 #include "targets/all_kernels.h"
