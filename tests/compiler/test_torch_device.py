@@ -19,6 +19,7 @@ from moec.compiler.families import Lowering
 from moec.compiler.forecast import forecast
 from moec.compiler.preflight import preparation
 from moec.compiler.preflight.prepared import Prepared
+from moec.compiler.quantization.quantizers import column_steps, rtn
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import plain_plan
@@ -71,6 +72,8 @@ def test_a_compile_on_another_device_writes_the_same_bytes(
     model: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage computes there. No operation takes tensors of two devices. The manifest names the device."""
+    for module in (column_steps, rtn):  # the extension rounds sums differently
+        monkeypatch.setattr(module, "native_of", lambda tensor: None)
     options: dict[str, Any] = {"data": data, "tasks": ("perplexity",), "prune": False, "dense_bits": None}
     options |= {"swaps": 1, "bits": (3, 16)}
     compile_tiny(model, tmp_path / "cpu", "kl", 0.05, **options)
@@ -85,7 +88,7 @@ def test_a_compile_on_another_device_writes_the_same_bytes(
         "layers": "aten._safe_softmax.default",
         "second moments": "aten.addmm_.default",
         "GPTQ": "aten.linalg_cholesky_ex.default",
-        "refit": "aten.baddbmm.default",
+        "refit": "aten._linalg_solve_ex.default",
         "rounding": "aten.addr_.default",
         "gradients": "aten.silu_backward.default",
         "KL": "aten._log_softmax.default",
