@@ -121,6 +121,8 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
 #include "attention/weighing.h"
 #include "products/rows.h"
 #include "attention/cached_attention.h"
+#include "quantization/code_systems.h"
+#include "quantization/quantizer_steps.h"
 #include "targets/table.h"
 
 constexpr KernelTable kTable = make_table("neon-i8mm", has_neon_i8mm);
