@@ -106,8 +106,9 @@ def certify(
     shots: Shots,
     journal: Journal,
     share: float = 1.0,
+    refuses: Callable[[Mapping[str, DivergenceCertificate]], bool] = lambda divergences: False,
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
-    """Measure the KL of the bundle on each task's held-out answers, then the tasks.
+    """Measure the KL of the bundle on each task's held-out answers, then the tasks, unless the KL refuses the bundle.
 
     For the tasks the checkpoint answers as well, once, from a temporary bundle of its own weights. One runtime is open
     at a time, and has all memory that is left.
@@ -117,6 +118,7 @@ def certify(
     splits: the tasks to measure, or none. The KL then stands alone.
     journal: keeps the answers of the checkpoint.
     share: of the error of a verdict, see `certify_task`.
+    refuses: called with the KL of each task.
     """
     request, lowering = bundles.request, bundles.lowering
     with request.open_runtime(partial, bundles.room_bytes) as engine:
@@ -124,7 +126,7 @@ def certify(
             task: _certify_answers(lowering, task, answers, states[task], engine, request.talk)
             for task, answers in held_out.items()
         }
-    if not splits:
+    if not splits or refuses(divergences):
         return {}, divergences
     certificates = {}
 

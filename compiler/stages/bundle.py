@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from moec.evaluation.data import SplitData
 from moec.evaluation.results import finite
 from moec.evaluation.statistics import ERROR
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.hobbit_thresholds import calibrated_thresholds
 
-from ..bundle.certify import MODES_ITEMS, certify
+from ..bundle.certify import MODES_ITEMS, DivergenceCertificate, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import model_card, overall_verdict, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
@@ -128,17 +127,17 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
     measured.trials.close()
     target = prepared.options.target
     with_tasks = measures_tasks(prepared.options, prepared.kept_layers.holds_model)
-    held_out, states = measured.texts.held_out, measured.held_out_states
+    splits = prepared.splits if with_tasks else ()
+    held_out, states, journal = measured.texts.held_out, measured.held_out_states, context.journal
 
-    def run(splits: Sequence[SplitData]) -> Certified:
-        arguments = partial, context.bundles, held_out, states, splits, prepared.shots, context.journal, share
-        return Certified(*certify(*arguments), share=share)
+    def refuses(divergences: Mapping[str, DivergenceCertificate]) -> bool:
+        is_decided_by_kl = target.kind == "kl" and not is_last
+        return is_decided_by_kl and overall_verdict(target, {}, divergences, share) != "supported"
 
-    if target.kind == "kl" and with_tasks and not is_last:
-        alone = run(())
-        if overall_verdict(target, {}, alone.divergences, share) != "supported":
-            return replace(alone, is_cut=True)
-    return run(prepared.splits if with_tasks else ())
+    tasks, divergences = certify(
+        partial, context.bundles, held_out, states, splits, prepared.shots, journal, share, refuses
+    )
+    return Certified(tasks, divergences, share=share, is_cut=bool(splits) and not tasks)
 
 
 def complete_measurements(context: CompileContext, planned: Planned, certified: Certified, partial: Path) -> Certified:

@@ -96,7 +96,7 @@ class Judged:
         self.verdicts, self.met_from, self.shares = list(verdicts), met_from, list[float]()
 
     def __call__(self, *arguments: Any) -> Any:
-        self.shares.append(arguments[-1])
+        self.shares.append(arguments[7])
         tasks, divergences = certifying.certify(*arguments)
         is_supported = self.verdicts[min(len(self.shares), len(self.verdicts)) - 1]
         judged = {}
@@ -185,19 +185,24 @@ def test_a_kl_is_tested_plan_by_plan(
     has_tasks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks are measured for the bundle that is left alone. The verdict has the error of its place in the list."""
-    texts, asked = save_texts(tmp_path / "texts", train=30, validation=20, test=MIN_ITEMS), list[int]()
+    texts, measured = save_texts(tmp_path / "texts", train=30, validation=20, test=MIN_ITEMS), list[str]()
     if not has_tasks:
         little_memory(monkeypatch.setattr)
 
     def judged(*arguments: Any) -> Any:
-        tasks, divergences = certifying.certify(*arguments)
-        asked.append(len(arguments[4]))
         places = [level.share for level in LEVELS]
-        worse = 10.0 if places.index(arguments[-1]) < 1 else 0.01  # the first plan is refused, the second supported
+        worse = 10.0 if places.index(arguments[7]) < 1 else 0.01  # the first plan is refused, the second supported
+        *others, refuses = arguments
+
+        def refused(divergences: Any) -> bool:
+            measured.append("kl")
+            return bool(refuses({name: scaled(part) for name, part in divergences.items()}))
 
         def scaled(part: Any) -> Any:
             return replace(part, divergence=replace(part.divergence, mean=worse * part.divergence.mean))
 
+        tasks, divergences = certifying.certify(*others, refused)
+        measured.extend(tasks)
         return {n: scaled(part) for n, part in tasks.items()}, {n: scaled(part) for n, part in divergences.items()}
 
     monkeypatch.setattr(bundle_stage, "certify", judged)
@@ -208,5 +213,5 @@ def test_a_kl_is_tested_plan_by_plan(
     assert (first["verdict"], second["verdict"], quality["verdict"]) == ("refuted", "supported", "supported")
     assert second["bounds"]["perplexity"] <= 0.02 < first["bounds"]["perplexity"]
     assert quality["sizes"]["expert_packed_bytes"] == second["expert_packed_bytes"]
-    assert bool(quality["tasks"]) == has_tasks and asked == ([0, 0, 1] if has_tasks else [0, 0])
+    assert bool(quality["tasks"]) == has_tasks and measured == (["kl", "kl", "perplexity"] if has_tasks else [])
     assert "0.02" in verdict_line(quality)
