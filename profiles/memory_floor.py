@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
-from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MAX_PASS_TOKENS
 
 LOGITS_ROWS_PER_SLOT = 4
 """Rows whose logits are computed at once for each slot. Other rows of a pass wait, which limits the memory for a large
@@ -111,6 +111,16 @@ def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:
     experts = max(layer.experts.count for layer in model.layers)
     # Popularity as uint32, and as float64 in a predictor.
     return 12 * model.num_layers * experts + 2 * path_file_bytes
+
+
+def answers_kv_bytes(room_bytes: int, experts_bytes: int, slot_bytes: int) -> int:
+    """Return the part of a room for experts, keys and values that keys and values of many answers take.
+
+    They leave room for all experts. Where FEW_ANSWER_SLOTS do not fit next to these, they take half.
+    slot_bytes: keys and values of one answer.
+    """
+    spare = room_bytes - experts_bytes
+    return spare if spare >= FEW_ANSWER_SLOTS * slot_bytes else room_bytes // 2
 
 
 def kv_bytes(model: ModelSpec, context: int, slots: int = 1, element_bytes: int = 4) -> int:

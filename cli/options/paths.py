@@ -130,7 +130,10 @@ test_memory_option = click.option(
     "--memory", metavar="SIZE", help="Memory of the self-test.  [default: 7/8 of what is free]"
 )
 slots_option = click.option(
-    "--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit]"
+    "--slots",
+    type=int,
+    metavar="N",
+    help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit; more for short answers]",
 )
 shots_option = _task(
     "--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item."

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
-from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MOST_ANSWER_SLOTS
+from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
+from moec.profiles.memory_floor import answers_kv_bytes
 
 from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
@@ -49,15 +50,14 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
 
 
 def answer_slots(prepared: Prepared) -> int:
-    """Return the sequences that the checkpoint decodes at once, by the rule of runtime/engine/answer_slots.py."""
+    """Return the sequences that the checkpoint decodes at once."""
     longest, model = 1, prepared.lowering.model
     for split in prepared.splits:
         right, _ = _encoded(prepared, split, split.test.items[:SAMPLE_ITEMS], prepared.shots[split.task.name])
         longest = max([longest, *(len(prompt) + split.task.max_new_tokens for prompt, _ in right)])
     one = model.kv_bytes_per_position * min(longest, model.default_context)
-    spare = prepared.runtime_bytes - 2 * all_weights(model)
-    spare = spare if spare >= FEW_ANSWER_SLOTS * one else prepared.runtime_bytes // 2
-    return max(1, min(MOST_ANSWER_SLOTS, spare // one))
+    room = answers_kv_bytes(prepared.runtime_bytes, 2 * all_weights(model), one)
+    return max(1, min(MOST_ANSWER_SLOTS, room // one))
 
 
 def count_mode_answers(prepared: Prepared, work: ModesWork) -> tuple[int, float, float, float]:

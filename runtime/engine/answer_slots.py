@@ -7,7 +7,8 @@ lengths are known. A pass over more sequences reads each expert for more tokens.
 from __future__ import annotations
 
 from moec.manifests.bundle import BundleManifest
-from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MOST_ANSWER_SLOTS
+from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
+from moec.profiles.memory_floor import answers_kv_bytes
 
 from ..memory.budget import MemoryPlan, resident_experts_bytes
 from ..memory.elastic_cache import CacheBudget
@@ -17,13 +18,11 @@ from ..options.runtime import RuntimeOptions
 def answer_slots(manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions, positions: int) -> int:
     """Return the slots of `positions` positions that fit into the memory of keys and values.
 
-    Where the cache grows into memory that keys and values leave, they leave room for all experts, or half of the room.
+    Where the cache grows into memory that keys and values leave, they share it (`answers_kv_bytes`).
     """
     room = plan.kv_bytes
     one = -(-room * positions // (options.slots * plan.context))
     if plan.budget_bytes is not None and options.expert_cache is None:
         one = CacheBudget(manifest, plan, options).kv_bytes([positions])  # whole pages
-        both = plan.kv_bytes + plan.cache_bytes
-        spare = both - resident_experts_bytes(manifest)
-        room = min(room, spare if spare >= FEW_ANSWER_SLOTS * one else both // 2)
+        room = min(room, answers_kv_bytes(room + plan.cache_bytes, resident_experts_bytes(manifest), one))
     return min(MOST_ANSWER_SLOTS, room // one)
