@@ -133,7 +133,7 @@ slots_option = click.option(
     "--slots",
     type=int,
     metavar="N",
-    help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit; more for short answers]",
+    help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit; in eval more for short texts]",
 )
 shots_option = _task(
     "--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item."
