@@ -1,6 +1,6 @@
 """Simulated searches for a loss: bytes, supported certificates, errors of the promise, and measurements that answer.
 
-    python -m bench.search.loss_trials [--seeds N] [--items N --certified N] [--swaps N] [--target LOSS]
+    python -m bench.search.loss_trials [--seeds N] [--items N --certified N] [--swaps N] [--looks] [--target LOSS]
 
 A toy model of 32 experts whose predictions are wrong by up to a factor of 3 per unit. The true loss of a plan is a
 power of its KL, times a factor of its own. A measured loss has a standard error of 0.4 %, as on the shipped example.
@@ -18,16 +18,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
+from moec.compiler.bundle.looks import LOOKS, look_errors
 from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import candidates
 from moec.compiler.search.swaps import SWAPS, Swaps
 from moec.compiler.sensitivity.acceptance import LEVELS
-from moec.evaluation.statistics import LossEstimate
+from moec.evaluation.statistics import ERROR, LossEstimate
 from tests.compiler.search.toy_search import ToyTrials, estimate, predicted_loss, toy_model, toy_space, uniform_number
 
 NORMAL = NormalDist()
@@ -61,34 +63,50 @@ def main() -> None:
     parser.add_argument("--items", type=int, help="validation items; the error then rises with the KL")
     parser.add_argument("--swaps", type=int, default=SWAPS, help="0: as where memory does not hold the model")
     parser.add_argument("--certified", type=int, default=4000, help="items of the certificate")
+    parser.add_argument("--looks", action="store_true", help="the certificate may end early, as for a large model")
     parser.add_argument("--target", type=float, default=0.02, help="largest relative loss")
     options = parser.parse_args()
     noise = Noise(certified=options.certified)
     if options.items:
         noise = Noise(options.items, options.certified, 0.0042 * math.sqrt(2000 / options.items), 0.0019)
-    print("power  spread  mean log bytes  spread of bytes  supported  false  tested  answered")
+    print("power  spread  mean log bytes  spread of bytes  supported  false  tested  items  answered")
     for power in (1.0, 1.3):
         for spread in (0.0, 0.2):
             compiles = [
-                simulated(seed, power, spread, noise, options.swaps, options.target) for seed in range(options.seeds)
+                simulated(seed, power, spread, noise, options.swaps, options.target, options.looks)
+                for seed in range(options.seeds)
             ]
             rows = np.array(compiles)
             sizes = np.exp(rows[:, 0])
-            supported, false, tested, answered = rows[:, 1:].mean(axis=0)
+            supported, false, tested, items, answered = rows[:, 1:].mean(axis=0)
             print(
-                f"{power:5.1f}  {spread:6.1f}  {rows[:, 0].mean():14.3f}  {sizes.std() / sizes.mean():15.3f}  "
-                f"{supported:9.3f}  {false:5.3f}  {tested:6.2f}  {answered:8.2f}"
+                f"{power:5.1f}  {spread:6.1f}  {rows[:, 0].mean():14.4f}  {sizes.std() / sizes.mean():15.3f}  "
+                f"{supported:9.3f}  {false:5.3f}  {tested:6.2f}  {items:5.2f}  {answered:8.2f}"
             )
 
 
-def simulated(
-    seed: int, power: float, spread: float, noise: Noise, swaps: int, target: float
-) -> tuple[float, float, float, float, int]:
-    """Return what one search and DRAWS certificates of its plans give.
+class Simulated(NamedTuple):
+    """One search and DRAWS certificates of its plans.
 
-    These are the mean log of the bytes of the bundle, and the share of supported certificates. Further, the share of
-    supported ones whose plan loses more than the target, the tested plans, and the plans that answered in the search.
+    log_bytes: mean log of the bytes of the bundle.
+    supported, false: share of supported certificates, and of those whose plan loses more than the target.
+    tested: plans that the certificate tests.
+    items: share of the certificate's items that the checkpoint answers.
+    answered: plans that answered in the search.
     """
+
+    log_bytes: float
+    supported: float
+    false: float
+    tested: float
+    items: float
+    answered: int
+
+
+def simulated(
+    seed: int, power: float, spread: float, noise: Noise, swaps: int, target: float, is_early: bool = False
+) -> Simulated:
+    """Return what one search and its certificates give. is_early: they may end at LOOKS."""
     space = toy_space(toy_model(layers=4, experts=8), seed=seed)
     factors = [3 ** (2 * uniform_number(f"{seed} {row}") - 1) for row in range(space.num_factors)]
     actual = space.rescaled(np.array(factors))
@@ -96,19 +114,32 @@ def simulated(
     wanted, say = Target("loss", target), Swaps(swaps, Talk())
     plans = candidates(space, trials.as_trials(), wanted, lambda _: None, say)
     answered = len({tried.digest for tried in trials.generated})
+    counts = [round(look * noise.certified) for look in LOOKS] if is_early else [noise.certified]
+    shares = np.array(counts)[:, None] / noise.certified
     draw = np.random.default_rng(seed)
-    common, chosen, tested = draw.standard_normal(DRAWS), np.full(DRAWS, -1), np.zeros(DRAWS)
+    common, chosen, tested, answers = motion(draw, shares), np.full(DRAWS, -1), np.zeros(DRAWS), np.zeros(DRAWS)
     losses = np.array([trials.true_loss(plan) for plan in plans])
     for place, (plan, level) in enumerate(zip(plans, LEVELS, strict=False)):
         error = noise.at(trials.kl(plan, "true").mean, noise.certified)
-        measured = losses[place] + error * (COMMON * common + math.sqrt(1 - COMMON**2) * draw.standard_normal(DRAWS))
+        noises = COMMON * common + math.sqrt(1 - COMMON**2) * motion(draw, shares)
+        widths = [-NORMAL.inv_cdf(one) for one in look_errors(counts, ERROR * level.share)]
+        bounds = losses[place] + error * (noises / shares + np.array(widths)[:, None] / np.sqrt(shares))
+        is_supported = bounds <= target
         tested += chosen < 0
-        is_supported = measured + level.bound_quantile * error <= target
-        chosen[(chosen < 0) & is_supported] = place
+        last = np.where(is_supported.any(0), is_supported.argmax(0), len(counts) - 1)
+        answers = np.maximum(answers, np.where(chosen < 0, shares[last, 0], 0.0))
+        chosen[(chosen < 0) & is_supported.any(0)] = place
     sizes = np.log([plan.expert_packed_bytes + plan.dense_packed_bytes for plan in plans])
     supported = chosen >= 0
     false = supported & (losses[chosen] > target)
-    return sizes[np.maximum(chosen, 0)].mean(), supported.mean(), false.mean(), tested.mean(), answered
+    size = float(sizes[np.maximum(chosen, 0)].mean())
+    return Simulated(size, *(float(of.mean()) for of in (supported, false, tested, answers)), answered)
+
+
+def motion(draw: np.random.Generator, shares: np.ndarray) -> np.ndarray:
+    """Return DRAWS Brownian motions at shares of the items, [looks, DRAWS]."""
+    steps = np.sqrt(np.diff(shares, axis=0, prepend=0.0))
+    return np.cumsum(steps * draw.standard_normal((len(shares), DRAWS)), axis=0)
 
 
 class NoisyTrials(ToyTrials):

@@ -34,9 +34,8 @@ from ..walker.output_head import output_head
 from ..walker.texts import LOGITS_AT_ONCE, AnswerTexts
 from ..workspace.journal import Journal
 from ..workspace.parallel import one_torch_thread
+from .looks import look_errors, look_positions
 from .plan_bundles import UNQUANTIZED, PlanBundles
-
-LOOKS = (500, 1000, 2000, 4000)
 
 MODES_ITEMS = 500
 """Held-out items for the measurement of lossy modes, one sequence at a time."""
@@ -106,6 +105,7 @@ def certify(
     shots: Shots,
     journal: Journal,
     share: float = 1.0,
+    is_early: bool = False,
     refuses: Callable[[Mapping[str, DivergenceCertificate]], bool] = lambda divergences: False,
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks, unless the KL refuses the bundle.
@@ -117,7 +117,7 @@ def certify(
     states: normed residual stream of the unquantized model at their scored tokens, [A, D], by task.
     splits: the tasks to measure, or none. The KL then stands alone.
     journal: keeps the answers of the checkpoint.
-    share: of the error of a verdict, see `certify_task`.
+    share, is_early: of a verdict, see `certify_task`.
     refuses: called with the KL of each task.
     """
     request, lowering = bundles.request, bundles.lowering
@@ -146,6 +146,7 @@ def certify(
                 divergences[name].divergence,
                 request.options.confidence,
                 share,
+                is_early,
                 recorded,
             )
     return certificates, {}
@@ -310,6 +311,7 @@ def certify_task(
     divergence: DistributionSummary,
     confidence: float | None = None,
     share: float = 1.0,
+    is_early: bool = False,
     recorded: Record = lambda stage, measure: measure(),
 ) -> TaskCertificate:
     """Evaluate both engines, compare item by item, and judge the loss against the target.
@@ -318,16 +320,17 @@ def certify_task(
     shots: solved examples before each item.
     reference: the checkpoint.
     divergence: KL and agreement on held-out answers.
-    confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
-        the error. None: one look at all items, at 95 %.
+    confidence: of the verdict; None: 95 %.
     share: of the error, for one of several bundles of which any may be supported.
+    is_early: a verdict on a loss may come before the last item, see looks.py.
     recorded: returns an earlier result of the checkpoint on these items, or measures and keeps it.
     """
-    task, looks = items.task, look_positions(items, target, confidence)
-    error = round(share * (ERROR if confidence is None else 1 - confidence) / len(looks), 12)
+    task, looks = items.task, look_positions(items, is_early and target.kind == "loss")
+    error = round(share * (ERROR if confidence is None else 1 - confidence), 12)
+    errors = look_errors(list(itertools.accumulate(map(len, looks))), error)
     baselines, values = list[EvaluationResult](), list[EvaluationResult]()
     placed: list[int] = []
-    for positions in looks:
+    for positions, look_error in zip(looks, errors, strict=True):
         chosen = [items.items[at] for at in positions]
         title = f"{task.name}, items {len(placed) + 1} to {len(placed) + len(chosen)}"
 
@@ -346,22 +349,11 @@ def certify_task(
         baseline, value = (joined(task, looked, results, shots, placed) for results in (baselines, values))
         # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
         is_stated = baseline.value > 0 or (target.kind == "loss" and len(placed) == len(items))
-        loss = compare(task, baseline, value, error=error) if is_stated else None
+        loss = compare(task, baseline, value, error=look_error) if is_stated else None
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
         if verdict is not None and (verdict.supported or verdict.refuted):
             break
     return TaskCertificate(baseline, value, loss, verdict, divergence, task.settings)
-
-
-def look_positions(items: ItemSet, target: Target, confidence: float | None) -> list[list[int]]:
-    """Return the positions of the items that each look of a certificate adds. The last look is at all items.
-
-    A file may be sorted by subject. So an early look is at a sample, and never at the first items of the file.
-    """
-    if confidence is None or target.kind != "loss":
-        return [list(range(len(items)))]
-    order, counts = items.order(), [*(count for count in LOOKS if count < len(items)), len(items)]
-    return [sorted(order[before:count]) for before, count in itertools.pairwise([0, *counts])]
 
 
 def baseline_stage(task: Task, items: Sequence[Item], shots: Sequence[Item]) -> str:

@@ -44,7 +44,7 @@ def quality_report(
 ) -> dict[str, Any]:
     """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
 
-    confidence: confidence of a verdict that may come early, see `certify_task`. None: 95 %.
+    confidence: of the verdict; None: 95 %.
     certificates: task -> loss and KL on held-out items.
     divergences: task -> KL on held-out answers, for a reference that generates no answers.
     comparison: the baselines of the search, or None.

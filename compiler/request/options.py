@@ -102,7 +102,8 @@ class CompileOptions:
     seed: seed of all random choices.
     comparisons: whether best uniform format and EdgeMoE's search are measured. None: the affordable ones.
     symmetric: for a uniform target, no minima. None: the format decides.
-    confidence: for a loss target, confidence of a verdict that may come before the last item. None: all items, at 95 %.
+    confidence: of the verdict on a loss, which may come before the last item. None: 95 %, and before the last item only
+        where answers are dear.
     fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.

@@ -130,12 +130,14 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
     splits = prepared.splits if with_tasks else ()
     held_out, states, journal = measured.texts.held_out, measured.held_out_states, context.journal
 
+    is_early = prepared.options.confidence is not None or not prepared.kept_layers.has_cheap_plans
+
     def refuses(divergences: Mapping[str, DivergenceCertificate]) -> bool:
         is_decided_by_kl = target.kind == "kl" and not is_last
         return is_decided_by_kl and overall_verdict(target, {}, divergences, share) != "supported"
 
     tasks, divergences = certify(
-        partial, context.bundles, held_out, states, splits, prepared.shots, journal, share, refuses
+        partial, context.bundles, held_out, states, splits, prepared.shots, journal, share, is_early, refuses
     )
     return Certified(tasks, divergences, share=share, is_cut=bool(splits) and not tasks)
 

@@ -32,16 +32,18 @@ FRESH_ITEMS = 8_000
 COMPILE = "from moec.runtime import kernels; kernels.select({name!r}); from moec.cli.main import main; main()"
 
 
-@pytest.mark.parametrize("certified", [1319, 4000])  # the items of GSM8K as published, and those of the example
-def test_a_simulated_compile_is_supported_and_errs_rarely(certified: int) -> None:
+# The items of GSM8K as published, and those of the example.
+@pytest.mark.parametrize(("certified", "is_early"), [(1319, False), (4000, True)])
+def test_a_simulated_compile_is_supported_and_errs_rarely(certified: int, is_early: bool) -> None:
     noise = Noise(2000, certified, 0.0042, 0.0019)
     compiles = [
-        simulated(seed, power, spread, noise, 0, TARGET)
+        simulated(seed, power, spread, noise, 0, TARGET, is_early)
         for power, spread in ((1.0, 0.0), (1.3, 0.2))
         for seed in range(20)
     ]
-    _, supported, false, tested, _ = np.array(compiles).T
+    _, supported, false, tested, items, _ = np.array(compiles).T
     assert supported.mean() >= 0.95 and false.mean() <= ERROR and tested.mean() <= 1.25
+    assert items.mean() <= 0.8 if is_early else items.mean() == 1
 
 
 def write_items(folder: Path, draw: int) -> set[str]:

@@ -146,7 +146,7 @@ MAX_SHOWN = 80
     "--confidence",
     type=float,
     metavar="SHARE",
-    help="With --loss: certify only until a verdict has this confidence, after 500, 1,000, 2,000, ... items.",
+    help="With --loss: confidence of the verdict, which may come after a quarter, half, three quarters of the items.",
 )
 @_search(
     "--fallback-bits",
