@@ -133,7 +133,8 @@ def simulated(
     supported = chosen >= 0
     false = supported & (losses[chosen] > target)
     size = float(sizes[np.maximum(chosen, 0)].mean())
-    return Simulated(size, *(float(of.mean()) for of in (supported, false, tested, answers)), answered)
+    support, errors, tests, items = (float(of.mean()) for of in (supported, false, tested, answers))
+    return Simulated(size, support, errors, tests, items, answered)
 
 
 def motion(draw: np.random.Generator, shares: np.ndarray) -> np.ndarray:
