@@ -89,7 +89,7 @@ def _modes(
         return []
     items, prompts, read, decoded = count_mode_answers(prepared, work)
     missed = (1 - work.cached_share) * bundle_bytes * disk.digested_byte
-    seconds = read * rates.token * sum(layer_scales(model, rates.layer)) + prompts * missed
+    seconds = read * rates.tried_token * sum(layer_scales(model, rates.layer)) + prompts * missed
     moved = bundle_bytes * active_weights(model) / all_weights(model) * rates.memory_byte
     seconds += decoded * max(moved, missed * _share_of_chosen(model))
     text = f"at most {work.settings} settings on {items:,} items, token by token"

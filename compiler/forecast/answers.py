@@ -38,6 +38,10 @@ class AnswerTokens:
         parts = ("read", "answered", "decoded")
         return AnswerTokens(*(getattr(self, name) + getattr(other, name) for name in parts))
 
+    def scaled(self, share: float) -> AnswerTokens:
+        """Return the tokens of a share of the items."""
+        return AnswerTokens(share * self.read, share * self.answered, share * self.decoded)
+
 
 def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
     """Return the tokens of the validation items and of the test items of all tasks."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,9 @@ import torch
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.probe import measure_memory
+from moec.runtime import kernels
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..walker.loaded_layer import LoadedLayer
-from ..walker.memory import layer_weights
+from ..walker.memory import active_layer_weights, expert_weights, layer_weights
 from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, one_torch_thread, workers
@@ -44,6 +45,7 @@ _ROUNDED_ROWS = 1024
 _LOGIT_TOKENS = 256
 _PRODUCT_ROWS = 256
 _COPIED_BYTES = 64 << 20
+_STREAMED_BYTES = 32 << 20
 _LONG_SECONDS = 3.0
 
 
@@ -82,7 +84,9 @@ class LayerRates:
     restored_expert: one format of an expert is unpacked and dequantized by one thread.
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
-    decoded_token: one of the tokens that are decoded together, without attention to earlier tokens.
+    read_token: one token of a prompt passes the layer in the runtime, at 16 bits, without attention to earlier tokens.
+    tried_token: the same at 4 bits.
+    decoded_token: one of the tokens that are decoded together, likewise at 16 bits.
     memory_byte: one byte of memory is read or written.
     product: one product of two float64 numbers in a product of matrices, by one thread.
     """
@@ -95,6 +99,8 @@ class LayerRates:
     restored_expert: float
     rounded_weight: float
     logit_token: float
+    read_token: float
+    tried_token: float
     decoded_token: float
     memory_byte: float
     product: float
@@ -160,7 +166,6 @@ def measure_layer(
         with clock.running():
             slot.run([few], pool)
         token = clock.seconds / few.num_moving
-        decoded = _decoded_token(slot, texts, pool, threads, slots)
         progress(2, pieces)
         with clock.running():
             inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
@@ -184,7 +189,10 @@ def measure_layer(
     logit, product = clock.seconds / _LOGIT_TOKENS, _product(lowering.model.hidden_size)
     progress(7, pieces)
     memory = 1 / measure_memory(_COPIED_BYTES)
-    times = (token, calibration_token, expert, restored, rounded, logit, decoded, memory, product)
+    answers = (
+        _answer_seconds(lowering, layer, *of) for of in ((16, MAX_PASS_TOKENS), (4, MAX_PASS_TOKENS), (16, slots))
+    )
+    times = (token, calibration_token, expert, restored, rounded, logit, *answers, memory, product)
     return LayerRates(layer, loaded, *times)
 
 
@@ -224,18 +232,35 @@ def _product(width: int) -> float:
     return clock.seconds / (some.numel() * width)
 
 
-def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int, slots: int) -> float:
-    """Return the seconds of one of `slots` single tokens through the layer. Each thread takes a part of them."""
-    clock = _Clock()
-    chosen = list(islice(cycle(range(len(texts.rows))), slots))
-    prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
-    single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
-    size = single.size(0)
-    states = _states(slot, single, size * slots, size * -(-slots // threads))
-    for _ in range(2):
-        with clock.running():
-            slot.run([states], pool)
-    return clock.seconds / slots
+def _answer_seconds(lowering: Lowering, layer: int, bits: int, tokens: int) -> float:
+    """Return the seconds of one of `tokens` tokens that pass a layer together in the runtime.
+
+    It is the rate of the shipped products of an expert's shape, for dense weights and for routed experts, whose tokens
+    are shared out.
+    bits: 4, or 16 for the checkpoint's own format.
+    """
+    model = lowering.model
+    experts, (rows, columns) = model.layers[layer].experts, model.unit_shape(layer, "up")
+    spec = next(s for s in (QuantSpec(4, 64), QuantSpec(4, 32), QuantSpec(4)) if s.fits(columns))
+    spec = lowering.spec_16bit if bits == 16 else spec
+    matrices = [
+        kernels.PackedMatrix(np.zeros(spec.packed_bytes(rows, columns), np.uint8), rows, columns, spec)
+        for _ in range(max(1, _STREAMED_BYTES // spec.packed_bytes(rows, columns)))
+    ]
+    kernels.set_threads(torch.get_num_threads())
+
+    def weight(count: int) -> float:
+        """Return the seconds of one weight and token, if `count` tokens use each matrix."""
+        inputs, outputs, clock = np.ones((count, columns), np.float32), np.empty((count, rows), np.float32), _Clock()
+        for _ in range(2):
+            with clock.running():
+                for matrix in matrices:
+                    kernels.linear(matrix, inputs, outputs)
+        return clock.seconds / (len(matrices) * rows * columns * count)
+
+    routed = expert_weights(model, layer) * experts.top_k
+    dense = active_layer_weights(model, layer) - routed
+    return dense * weight(tokens) + routed * weight(max(1, tokens * experts.top_k // experts.count))
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

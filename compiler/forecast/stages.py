@@ -31,7 +31,7 @@ from ..search.comparison_budget import (
     baseline_items,
     bisections,
 )
-from ..search.loss_search import MAX_GENERATED, USUAL_KL
+from ..search.loss_search import MAX_GENERATED, USUAL_GENERATED, USUAL_KL
 from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
@@ -53,6 +53,8 @@ from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
 _HALF = 2
+_USUAL_SHARE = 0.7
+"""Share of the held-out items that a certificate with early looks usually takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class SearchForecast:
             self._writing(passes, work + self._bundle),
             StageForecast(
                 f"KL on {', '.join(self._texts.held_out)}",
-                self._held_out * (self._through_layers() + self._rates.logit_token),
+                self._held_out * (self._rates.tried_token * sum(self._scales()) + self._rates.logit_token),
                 memory,
                 work + self._bundle,
                 f"{self._held_out:,} held-out tokens",
@@ -206,7 +208,7 @@ class SearchForecast:
         text += f", {experts:,} experts {'twice' if searches == 2 else 'once'}" if searches else ""
         if is_loss:
             answered = bisections(len(formats)) + searched
-            seconds += answered * self._validation.read * self._through_layers()
+            seconds += answered * self._validation.read * self._rates.tried_token * sum(self._scales())
             text += f", {_at_most(answered)} on all validation items"
         if searches < 2:
             text += "; `moec compare` measures the others"
@@ -224,19 +226,24 @@ class SearchForecast:
     def _answers(self, memory: int, disk: int) -> StageForecast:
         """Return the stage of generated answers: for a loss on validation items, and for the certificate.
 
-        The checkpoint decodes its answers. Tried plans verify these answers as drafts, and mostly agree with them.
+        The checkpoint decodes its answers. Tried plans verify these answers as drafts, and mostly agree with them. The
+        numbers of plans and of held-out items are usual ones.
         """
         items = sum(len(split.validation.items) for split in self._prepared.splits)
-        last = sum(len(split.test.items) for split in self._prepared.splits)
-        is_loss = self._target == "loss"
-        tried = f"{_at_most(MAX_GENERATED)} on {items:,} items; " if is_loss else ""
-        read, decoded = 2 * self._test.read, self._test.decoded
+        certified, rates = sum(len(split.test.items) for split in self._prepared.splits), self._rates
+        is_loss, is_early = self._target == "loss", not self._prepared.kept_layers.has_cheap_plans
+        share = _USUAL_SHARE if is_loss and is_early else 1.0
+        work = f"about {USUAL_GENERATED} plans on {items:,} items; " if is_loss else ""
+        by_plans, by_checkpoint = share * self._test.read, self._test.scaled(share)
         if is_loss:
-            read += (1 + MAX_GENERATED) * self._validation.read
-            decoded += self._validation.decoded
-        seconds = read * self._through_layers() + decoded * self._rates.decoded_token * sum(self._scales())
-        text = f"{tried}checkpoint and bundle on {last:,} items, answers as long as the data's"
-        return StageForecast("measuring the tasks", seconds + self._reading_seconds(), memory, disk, text)
+            by_plans += USUAL_GENERATED * self._validation.read
+            by_checkpoint += self._validation
+        seconds = (by_checkpoint.read - by_checkpoint.decoded) * rates.read_token
+        seconds += by_checkpoint.decoded * rates.decoded_token + by_plans * rates.tried_token
+        about = "about " if share < 1 else ""
+        work += f"checkpoint and bundle on {about}{share * certified:,.0f} items, answers as long as the data's"
+        seconds = seconds * sum(self._scales()) + self._reading_seconds()
+        return StageForecast("measuring the tasks", seconds, memory, disk, work)
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
@@ -244,7 +251,7 @@ class SearchForecast:
         room = self._prepared.runtime_bytes - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / answer_slots(self._prepared)
-        tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
+        tried = (USUAL_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
         read = answers * max(all_weights(self._model) * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte
 
