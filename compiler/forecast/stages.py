@@ -20,6 +20,7 @@ from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..linear_maps import can_learn, learned_weights
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import MemoryNeed, Prepared, may_compare, measures_tasks
+from ..request.effort import QUICK_ITEMS
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import MAX_KL
@@ -178,7 +179,8 @@ class SearchForecast:
         swaps = self._prepared.options.swaps
         if swaps is None:
             swaps = SWAPS if self._prepared.kept_layers.has_cheap_plans else 0
-        plans = {"loss": USUAL_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
+        usual = MAX_KL if self._prepared.options.effort == "quick" else USUAL_KL
+        plans = {"loss": usual, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
         return {"measuring plans by their KL": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
@@ -230,9 +232,11 @@ class SearchForecast:
         numbers of plans and of held-out items are usual ones.
         """
         items = sum(len(split.validation.items) for split in self._prepared.splits)
-        certified, rates = sum(len(split.test.items) for split in self._prepared.splits), self._rates
-        is_loss, is_early = self._target == "loss", not self._prepared.kept_layers.has_cheap_plans
-        share = _USUAL_SHARE if is_loss and is_early else 1.0
+        rates, is_quick = self._rates, self._prepared.options.effort == "quick"
+        is_loss, is_early = self._target == "loss" and not is_quick, not self._prepared.kept_layers.has_cheap_plans
+        held_out = [len(split.test.items) for split in self._prepared.splits]
+        certified = sum(min(count, QUICK_ITEMS) if is_quick else count for count in held_out)
+        share = certified / max(sum(held_out), 1) * (_USUAL_SHARE if is_loss and is_early else 1.0)
         work = f"about {USUAL_GENERATED} plans on {items:,} items; " if is_loss else ""
         by_plans, by_checkpoint = share * self._test.read, self._test.scaled(share)
         if is_loss:
@@ -240,8 +244,8 @@ class SearchForecast:
             by_checkpoint += self._validation
         seconds = (by_checkpoint.read - by_checkpoint.decoded) * rates.read_token
         seconds += by_checkpoint.decoded * rates.decoded_token + by_plans * rates.tried_token
-        about = "about " if share < 1 else ""
-        work += f"checkpoint and bundle on {about}{share * certified:,.0f} items, answers as long as the data's"
+        about = "about " if is_loss and is_early else ""
+        work += f"checkpoint and bundle on {about}{share * sum(held_out):,.0f} items, answers as long as the data's"
         seconds = seconds * sum(self._scales()) + self._reading_seconds()
         return StageForecast("measuring the tasks", seconds, memory, disk, work)
 

@@ -32,6 +32,7 @@ from ..request.uniform import uniform_spec
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.memory import (
+    LARGE_TEXTS,
     NOTHING_KEPT,
     SMALL_TEXTS,
     KeptLayers,
@@ -103,7 +104,9 @@ class Prepared:
         if self.options.target.kind == "uniform":
             return (uniform_spec(self.options, self.lowering),)
         held_formats, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats, is_large(model))
+        effort = self.options.effort
+        are_few = effort == "quick" or (effort == "default" and is_large(model))
+        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats, are_few)
 
     @property
     def torch_device(self) -> torch.device:
@@ -203,17 +206,18 @@ def choose_kept_layers(need: MemoryNeed, limit_bytes: int) -> KeptLayers:
 
     Raises OptionError with the memory that would do, if one layer does not fit.
     """
-    layers, texts = need.model.num_layers, usual_texts(need.model)
+    layers, texts = need.model.num_layers, usual_texts(need.model, need.options.effort)
     if need.bytes_with(texts) + resident_bytes(need.model, layers) <= limit_bytes:
         return KeptLayers(layers, True, texts)
-    least = need.bytes_with(SMALL_TEXTS)
+    texts = SMALL_TEXTS if texts == LARGE_TEXTS else texts
+    least = need.bytes_with(texts)
     if least > limit_bytes:
         needed = sizes.option_bytes(least, limit_bytes)
         raise OptionError(
             f"one layer at a time takes {needed} of memory, found {sizes.limit_bytes(limit_bytes)}",
             f"give `--memory {needed}` if the machine has them, or offer fewer `--bits`",
         )
-    return KeptLayers(fitting_layers(need.model, limit_bytes - least), holds_model=False)
+    return KeptLayers(fitting_layers(need.model, limit_bytes - least), False, texts)
 
 
 def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:

@@ -24,6 +24,7 @@ from moec.manifests.quant import (
 
 from ..calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
+from .effort import Effort
 from .plan import CompileResult
 from .targets import OBJECTIVES, Objective, Target, require_data
 
@@ -64,6 +65,7 @@ _OF_DATA: dict[str, object] = {
     "seed": 0,
     "sensitivity": "auto",
     "search": "knapsack",
+    "effort": "default",
     "prune": None,
     "swaps": None,
     "path_keys": DEFAULT_PATH_KEYS,
@@ -95,6 +97,7 @@ class CompileOptions:
     group_sizes: columns per scale. 0 is one scale per row.
     sensitivity: how losses of units are predicted.
     search: the search algorithm.
+    effort: what the compile spends, see effort.py.
     objective: the cost of a byte. None: the device profile decides.
     quantizer: `gptq`, `rtn`, `quanto` or `auto-gptq`.
     shots: solved examples before each item.
@@ -122,6 +125,7 @@ class CompileOptions:
     group_sizes: tuple[int, ...] = ()
     sensitivity: Sensitivity = "auto"
     search: Search = "knapsack"
+    effort: Effort = "default"
     objective: Objective | None = None
     quantizer: str = DEFAULT_QUANTIZER
     shots: int = 0
@@ -368,6 +372,7 @@ class CompileOptions:
             "shots": str(self.shots),
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
+            **({} if self.effort == "default" else {"effort": self.effort}),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
             **({} if self.path_keys == DEFAULT_PATH_KEYS else {"path_keys": self.path_keys}),
             **({} if self.long_items == TRUNCATE else {"long_items": self.long_items}),

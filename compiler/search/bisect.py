@@ -51,12 +51,14 @@ def candidates(
     swaps: Swaps = NO_SWAPS,
     boundaries: Boundaries | None = None,
     safer: Sequence[Level] = LEVELS[1:],
+    is_quick: bool = False,
 ) -> list[CompilePlan]:
     """Return the plan of least cost that keeps the target, and for a loss or a KL also plans of less KL.
 
     The certificate tests them in this order, until it supports one.
     boundaries: the ends of searches of other devices, by which this one may begin; None: it begins alone.
     safer: places in the list after the first.
+    is_quick: no answers are measured. A plan that usually keeps a loss is the only one.
     Raises TargetUnreachable, which names the best possible value.
     """
     note = _each_once(note)
@@ -64,7 +66,11 @@ def candidates(
         return [_within_size(space, trials, target, swaps)]
     known = None if boundaries is None else boundaries.of_another(space, target)
     further = list[CompilePlan]()
-    if target.kind == "loss":
+    if target.kind == "loss" and is_quick:
+        kl = trials.first_kl_per_loss * target.value
+        note(f"no answers choose the plan: a KL of {kl:.2g} nats per token usually loses about {target.value:.2%}")
+        found, ended, _ = _search_kl(space, trials, kl, note, swaps, None)
+    elif target.kind == "loss":
         loss_search = LossSearch(space, trials, target.value, note)
         found, ended = loss_search.run(swaps, known)
         further = loss_search.safer(found, safer)

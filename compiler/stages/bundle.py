@@ -22,6 +22,7 @@ from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.prepared import Prepared, measures_tasks
 from ..quantization.own_codes import units_held_by
+from ..request.effort import QUICK_ITEMS
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..request.targets import Target
@@ -128,6 +129,8 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
     target = prepared.options.target
     with_tasks = measures_tasks(prepared.options, prepared.kept_layers.holds_model)
     splits = prepared.splits if with_tasks else ()
+    if prepared.options.effort == "quick":
+        splits = tuple(replace(split, test=split.test.limit(QUICK_ITEMS, prepared.options.seed)) for split in splits)
     held_out, states, journal = measured.texts.held_out, measured.held_out_states, context.journal
 
     is_early = prepared.options.confidence is not None or not prepared.kept_layers.has_cheap_plans

@@ -45,7 +45,7 @@ class _Passes:
 def measure(context: CompileContext) -> Measured:
     """Calibrate, quantize every unit in every format, and predict what each format costs."""
     prepared = context.prepared
-    if prepared.options.target.kind == "loss":
+    if prepared.options.target.kind == "loss" and prepared.options.effort != "quick":
         _require_baselines(context)
     slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device)
     store = SweptStore(prepared.lowering, prepared.options.quantizer, prepared.stored_specs, context.journal)

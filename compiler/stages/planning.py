@@ -59,7 +59,14 @@ def plan_by_search(context: CompileContext) -> Planned:
     if searches:
         note, levels = prepared.talk.note, () if options.is_edgemoe else LEVELS[1:]
         plan, *safer = candidates(
-            space, measured.trials, options.target, note, swaps(prepared), context.boundaries, levels
+            space,
+            measured.trials,
+            options.target,
+            note,
+            swaps(prepared),
+            context.boundaries,
+            levels,
+            options.effort == "quick",
         )
         check_device(prepared, plan)
     else:

@@ -16,6 +16,7 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
+from ..request.effort import Effort
 from .texts import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD, TOKENS_PER_FORWARD
 
 COMPILE_PROCESS_BYTES = 700 << 20
@@ -167,6 +168,8 @@ class TextLimits:
         return self.answers + tasks * self.held_out
 
 
+QUICK_TEXTS = TextLimits(calibration=16_384, probe=512, gradients=8_192, answers=8_192, held_out=16_384)
+"""Texts of a quick compile."""
 SMALL_TEXTS = TextLimits(calibration=65_536, probe=512, gradients=16_384, answers=16_384, held_out=16_384)
 """Texts of a compile whose memory does not hold the model, or whose model is large (LARGE_WORK)."""
 LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, answers=65_536, held_out=65_536)
@@ -184,9 +187,11 @@ def is_large(model: ModelSpec) -> bool:
     return active_weights(model) * LARGE_TEXTS.answers > LARGE_WORK
 
 
-def usual_texts(model: ModelSpec) -> TextLimits:
+def usual_texts(model: ModelSpec, effort: Effort) -> TextLimits:
     """Return the texts of a compile whose memory holds the model."""
-    return SMALL_TEXTS if is_large(model) else LARGE_TEXTS
+    if effort == "quick":
+        return QUICK_TEXTS
+    return SMALL_TEXTS if effort == "default" and is_large(model) else LARGE_TEXTS
 
 
 @dataclass(frozen=True, slots=True)

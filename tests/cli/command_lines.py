@@ -299,6 +299,7 @@ COMPILES = {
             "bits": Given("--bits 1.6,2,8", f"{OPTIONS}.bits", (1.6, 2, 8)),
             "group_size": Given("--group-size 64,128", f"{OPTIONS}.group_sizes", (64, 128)),
             "sensitivity": Given("--sensitivity proxy", f"{OPTIONS}.sensitivity", "proxy"),
+            "effort": Given("--effort quick", f"{OPTIONS}.effort", "quick"),
             "objective": Given("--objective size", f"{OPTIONS}.objective", "size"),
             "quantizer": Given("--quantizer rtn", f"{OPTIONS}.quantizer", "rtn"),
             "torch_device": Given("--torch-device cuda:1", f"{OPTIONS}.torch_device", "cuda:1"),

@@ -64,6 +64,7 @@ PREPARED: dict[str, Effect] = {
     "task_settings": Effect(
         TaskSettings(metric="rouge2"), {"data": "{data}"}, lambda found: [each.task.metric for each in found.splits]
     ),
+    "effort": Effect("quick", {"data": "{data}"}, lambda found: found.kept_layers.texts),
     "prune": Effect(True, {"data": "{data}"}, lambda found: found.prunes),
     "bits": Effect((2, 8), {}, lambda found: found.specs),
     "group_sizes": Effect((64,), {}, lambda found: found.specs),

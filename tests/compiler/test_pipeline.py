@@ -125,6 +125,17 @@ def test_a_loss_target_on_plain_text(model: Path, texts: Path, tmp_path: Path) -
     assert quality["verdict"] == quality["tasks"]["perplexity"]["verdict"]["status"]
 
 
+def test_a_quick_compile_answers_a_sample_of_the_held_out_items_alone(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.compiler.stages.bundle.QUICK_ITEMS", 5)
+    options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "effort": "quick"}
+    compile_tiny(model, tmp_path / "out", "loss", 0.3, **options)
+    quality = check_bundle(tmp_path / "out")
+    assert quality["tasks"]["perplexity"]["n"] == 5 and quality["verdict"] in ("met", "missed")
+    assert quality["trials"] and not any(trial["losses"] for trial in quality["trials"])
+
+
 def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": str(texts), "quick": False, "dense_bits": 8, "group_sizes": (32,)}
     result = compile_tiny(model, tmp_path / "out", "kl", KL, search="edgemoe", **options)

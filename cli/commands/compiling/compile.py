@@ -81,6 +81,13 @@ MAX_SHOWN = 80
 @click.option(
     "--task", "tasks", multiple=True, metavar="NAME_OR_FILE", help="gsm8k, mmlu, ..., or a TOML file; repeatable."
 )
+@click.option(
+    "--effort",
+    type=click.Choice(["quick", "default", "thorough"]),
+    default="default",
+    metavar="LEVEL",
+    help="quick (the KL alone chooses the plan), default or thorough.",
+)
 @_machine(
     "--device",
     "devices",
@@ -146,7 +153,7 @@ MAX_SHOWN = 80
     "--confidence",
     type=float,
     metavar="SHARE",
-    help="With --loss: confidence of the verdict, which may come after a quarter, half, three quarters of the items.",
+    help="With --loss: confidence of the verdict, which may come before the last item.",
 )
 @_search(
     "--fallback-bits",
@@ -183,7 +190,7 @@ MAX_SHOWN = 80
     default="cpu",
     show_default=True,
     metavar="cpu|cuda|cuda:N",
-    help="Where calibration, quantization, gradients and KL of plans are computed. No run on a GPU is recorded.",
+    help="Device of calibration, quantization, gradients and KL of plans.",
 )
 @_machine(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
@@ -426,6 +433,7 @@ def compile_options(values: dict[str, Any]) -> CompileOptions:
         group_sizes=_numbers(values["group_size"]),
         sensitivity=values["sensitivity"],
         search=values["search"],
+        effort=values["effort"],
         objective=values["objective"],
         quantizer=values["quantizer"],
         shots=values["shots"],

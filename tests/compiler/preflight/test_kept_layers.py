@@ -14,6 +14,7 @@ from moec.compiler.preflight import preparation
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import MemoryNeed, Prepared, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.request import request as request_module
+from moec.compiler.request.effort import Effort
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.loaded_layer import LoadedLayer
@@ -21,8 +22,10 @@ from moec.compiler.walker.memory import (
     LARGE_TEXTS,
     LARGE_WORK,
     NOTHING_KEPT,
+    QUICK_TEXTS,
     SMALL_TEXTS,
     KeptLayers,
+    TextLimits,
     active_weights,
     certificate_bytes,
     fitting_layers,
@@ -63,11 +66,22 @@ def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
 def test_a_large_model_takes_few_texts_in_any_memory() -> None:
     """One KL on all answers would take LARGE_WORK multiplications or more."""
     text_tokens = LARGE_TEXTS.answers
-    assert usual_texts(MODEL) == LARGE_TEXTS and active_weights(MODEL) * text_tokens < LARGE_WORK
+    assert usual_texts(MODEL, "default") == LARGE_TEXTS and active_weights(MODEL) * text_tokens < LARGE_WORK
     wide = replace(MODEL, vocab_size=LARGE_WORK // text_tokens // MODEL.hidden_size + 1)
-    assert active_weights(wide) * text_tokens > LARGE_WORK and usual_texts(wide) == SMALL_TEXTS
+    assert active_weights(wide) * text_tokens > LARGE_WORK and usual_texts(wide, "default") == SMALL_TEXTS
     kept = choose_kept_layers(replace(need(), model=wide), 1 << 50)
     assert kept == KeptLayers(8, True, SMALL_TEXTS) and not kept.has_cheap_plans
+
+
+@pytest.mark.parametrize(("effort", "texts"), [("quick", QUICK_TEXTS), ("thorough", LARGE_TEXTS)])
+def test_an_effort_names_the_texts_of_any_model(effort: Effort, texts: TextLimits) -> None:
+    wide = replace(MODEL, vocab_size=LARGE_WORK // LARGE_TEXTS.answers // MODEL.hidden_size + 1)
+    for model in (MODEL, wide):
+        asked = replace(need(), model=model, options=replace(need().options, effort=effort))
+        kept = choose_kept_layers(asked, 1 << 50)
+        assert kept.texts == texts and kept.has_cheap_plans == (effort == "thorough")
+        least = asked.bytes_with(QUICK_TEXTS if effort == "quick" else SMALL_TEXTS)
+        assert choose_kept_layers(asked, least).texts == (QUICK_TEXTS if effort == "quick" else SMALL_TEXTS)
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.search.bisect import MAX_KL, search
+from moec.compiler.search.bisect import MAX_KL, candidates, search
 from moec.compiler.search.bracket import USED_UP, KlLimit, least_within
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_search import KL_STEPS, MAX_GENERATED, mean_of
@@ -64,6 +64,14 @@ def test_a_loss_target_is_kept_within_the_stated_measurements(value: float, slop
     assert plan in trials.generated
     assert trials.accepts(plan, value, "again")[0]
     assert cost(SPACE, plan) <= 1.08 * best_cost(SPACE, ToyTrials(noisy_kl(SPACE), slope), target)
+
+
+def test_a_quick_search_for_a_loss_measures_no_answers() -> None:
+    trials, notes = ToyTrials(noisy_kl(SPACE), 0.5), list[str]()
+    plans = candidates(SPACE, trials.as_trials(), Target("loss", 0.02), notes.append, is_quick=True)
+    assert not trials.generated and len(plans) == 1 and trials.measured
+    assert 0.5 * 0.02 <= trials.kl(plans[0], "again").mean <= 0.02, "the KL of a usual relation, here 1"
+    assert notes[0] == "no answers choose the plan: a KL of 0.02 nats per token usually loses about 2.00%"
 
 
 @pytest.mark.parametrize("seed", range(12))
