@@ -80,8 +80,14 @@ class TaskCertificate:
             "verdict": None if self.verdict is None else self.verdict.to_json(),
             "kl": self.divergence.to_json(),
             "data_sha256": self.value.data_sha256,
+            **self._answers(),
             **({"settings": dict(self.settings)} if self.settings else {}),
         }
+
+    def _answers(self) -> dict[str, object]:
+        """Return the limit of generated answers, and how many it cut."""
+        limit, cut = self.value.max_new_tokens, {"baseline": self.baseline.cut, "value": self.value.cut}
+        return {"max_new_tokens": limit, "cut": cut} if limit else {}
 
 
 @dataclass(frozen=True, slots=True)
