@@ -137,7 +137,17 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
         return is_decided_by_kl and overall_verdict(target, {}, divergences, share) != "supported"
 
     tasks, divergences = certify(
-        partial, context.bundles, held_out, states, splits, prepared.shots, journal, share, is_early, refuses
+        partial,
+        context.bundles,
+        held_out,
+        states,
+        splits,
+        prepared.shots,
+        journal,
+        share,
+        is_early,
+        refuses,
+        prepared.torch_device,
     )
     return Certified(tasks, divergences, share=share, is_cut=bool(splits) and not tasks)
 
