@@ -25,6 +25,7 @@ from ..quantization.own_codes import units_held_by
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..request.targets import Target
+from ..search.pruning import kl_by_part
 from ..search.space import expert_losses
 from ..sensitivity.acceptance import LEVELS
 from .compile_context import Certified, CompileContext, Planned, used_tables
@@ -189,6 +190,9 @@ def report(
         quality |= {"baseline_precision": precision, "own_codes": own_codes}
     if prepared.use is not None:
         quality |= {"use_on_devices": prepared.use.to_json()}
+    if planned.space is not None and measured is not None and measured.texts is not None:
+        parts, known = kl_by_part(planned.space, plan), measured.trials.known_kl(plan)
+        quality |= {"kl_by_part": {"predicted": parts, "validation_kl": known}}
     if certified.tested:
         quality |= {"tested": list(certified.tested)}
     return {**quality, **certified.reports}
