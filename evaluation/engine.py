@@ -33,11 +33,13 @@ class Generation:
     """A continuation without its prompt and without special tokens.
 
     tokens: number of new tokens.
+    is_cut: it ended at its most new tokens or at the end of the context, not by an end token or a stop text.
     """
 
     text: str
     tokens: int
     prompt_tokens: int
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class ItemResult:
 
     tokens: new tokens of the prediction, or scored tokens.
     nll: in nats, for tasks that are scored by NLL; else None.
+    is_cut: a limit of tokens ended the prediction.
     """
 
     prediction: str
@@ -29,6 +30,7 @@ class ItemResult:
     score: float
     tokens: int
     nll: float | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class EvaluationResult:
     seconds: time inside the engine.
     tokens_per_s: new or scored tokens per second of that time.
     data_sha256: digest of items, shots and length limit. Two results are comparable only if it is equal.
+    max_new_tokens: limit of a generated answer; 0 for tasks without one.
+    cut: number of answers that a limit of tokens ended.
     """
 
     task: str
@@ -51,6 +55,8 @@ class EvaluationResult:
     data_sha256: str
     other_metrics: dict[str, float] = field(default_factory=dict)
     items: tuple[ItemResult, ...] = ()
+    max_new_tokens: int = 0
+    cut: int = 0
 
     @property
     def scores(self) -> Array:
@@ -82,11 +88,13 @@ class EvaluationResult:
         if timing:
             values |= {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
         values |= {"shots": self.shots, "data_sha256": self.data_sha256}
+        values |= {"max_new_tokens": self.max_new_tokens, "cut": self.cut}
         values["other_metrics"] = {name: finite(value) for name, value in self.other_metrics.items()}
         if per_item:
             values["items"] = [
                 {"prediction": item.prediction, "reference": item.reference, "score": finite(item.score)}
                 | {"tokens": item.tokens}
+                | ({"is_cut": item.is_cut} if self.max_new_tokens else {})
                 | ({} if item.nll is None else {"nll": item.nll})
                 for item in self.items
             ]

@@ -63,9 +63,16 @@ def evaluate(
     references = [task.reference(item) for item in items]
     if task.score is None:
         raise AssertionError("a task with an answer has a scorer")
-    scores = task.score(predictions, references)
+    answers = [
+        task.without_thought(request.prompt, prediction)
+        for request, prediction in zip(requests, predictions, strict=True)
+    ]
+    scores = task.score(answers, references)
     results = zip(predictions, references, scores[task.metric].tolist(), generations, strict=True)
-    rows = [ItemResult(prediction, reference, score, new.tokens) for prediction, reference, score, new in results]
+    rows = [
+        ItemResult(prediction, reference, score, new.tokens, is_cut=new.is_cut)
+        for prediction, reference, score, new in results
+    ]
     others = {name: float(scores[name].mean()) for name in task.metrics[1:]}
     return _result(task, items, shots, length, seconds, rows, others)
 
@@ -172,6 +179,8 @@ def _result(
         data_sha256=identity(task, items, shots, length),
         other_metrics=others,
         items=tuple(rows),
+        max_new_tokens=length,
+        cut=sum(row.is_cut for row in rows),
     )
     if task.is_perplexity:
         value, interval = perplexity, statistics.perplexity_interval95

@@ -58,10 +58,12 @@ class BundleEngine:
         prompts, drafts = [prompt for prompt, _ in pairs], [draft for _, draft in pairs]
         stops = [request.stop for request in requests]
         answers = generate_many(self.engine, prompts, drafts, limits, progress, stops, self._divides)
-        return [
-            Generation(self.engine.tokenizer.decode(answer), len(answer), len(prompt))
-            for answer, (prompt, _) in zip(answers, pairs, strict=True)
-        ]
+        generations = []
+        for answer, limit, stop, prompt in zip(answers, limits, stops, prompts, strict=True):
+            text = self.engine.tokenizer.decode(answer)
+            is_cut = len(answer) == limit and not any(mark in text for mark in stop)
+            generations.append(Generation(text, len(answer), len(prompt), is_cut))
+        return generations
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """Score each answer given its prompt, teacher-forced, without the end token.

@@ -75,9 +75,9 @@ class _Chat:
         """The bytes of the files that define the template."""
         return (self.files.template or b"") + (self.files.config or b"")
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text before the assistant's next message."""
-        return self.renderer.render(self.files, messages)
+    def render(self, messages: Sequence[Mapping[str, str]], more: Mapping[str, object] | None = None) -> str:
+        """Return the text before the assistant's next message. more: more variables of the template."""
+        return self.renderer.render(self.files, messages, more=more)
 
 
 class TemplateProcesses:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moec.evaluation.data import ItemSet, SplitData
@@ -32,6 +33,7 @@ from ..request.targets import Target
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
 from ..walker.texts import LOGITS_AT_ONCE, AnswerTexts
+from ..walker.torch_device import CPU
 from ..workspace.journal import Journal
 from ..workspace.parallel import one_torch_thread
 from .looks import look_errors, look_positions
@@ -80,8 +82,14 @@ class TaskCertificate:
             "verdict": None if self.verdict is None else self.verdict.to_json(),
             "kl": self.divergence.to_json(),
             "data_sha256": self.value.data_sha256,
+            **self._answers(),
             **({"settings": dict(self.settings)} if self.settings else {}),
         }
+
+    def _answers(self) -> dict[str, object]:
+        """Return the limit of generated answers, and how many it cut."""
+        limit, cut = self.value.max_new_tokens, {"baseline": self.baseline.cut, "value": self.value.cut}
+        return {"max_new_tokens": limit, "cut": cut} if limit else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ def certify(
     share: float = 1.0,
     is_early: bool = False,
     refuses: Callable[[Mapping[str, DivergenceCertificate]], bool] = lambda divergences: False,
+    device: torch.device = CPU,
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks, unless the KL refuses the bundle.
 
@@ -119,11 +128,12 @@ def certify(
     journal: keeps the answers of the checkpoint.
     share, is_early: of a verdict, see `certify_task`.
     refuses: called with the KL of each task.
+    device: where torch computes the logits of the checkpoint.
     """
     request, lowering = bundles.request, bundles.lowering
     with request.open_runtime(partial, bundles.room_bytes) as engine:
         divergences = {
-            task: _certify_answers(lowering, task, answers, states[task], engine, request.talk)
+            task: _certify_answers(lowering, task, answers, states[task], engine, request.talk, device)
             for task, answers in held_out.items()
         }
     if not splits or refuses(divergences):
@@ -210,14 +220,20 @@ class _Turn:
 
 
 def _certify_answers(
-    lowering: Lowering, task: str, answers: AnswerTexts, states: Tensor, engine: LocalEngine, talk: Talk
+    lowering: Lowering,
+    task: str,
+    answers: AnswerTexts,
+    states: Tensor,
+    engine: LocalEngine,
+    talk: Talk,
+    device: torch.device,
 ) -> DivergenceCertificate:
     """Measure the KL of the bundle, run by the shipped runtime, on one task's held-out answers."""
-    head = output_head(lowering)
+    head = output_head(lowering, device)
 
     def reference(start: int, end: int) -> np.ndarray:
         with one_torch_thread():  # the same bits for any number of processors
-            return np.asarray(head.log_probs(states[start:end]).numpy())
+            return np.asarray(head.log_probs(states[start:end]).cpu().numpy())
 
     return certify_divergence(task, answers, reference, lowering.model.vocab_size, engine, talk)
 

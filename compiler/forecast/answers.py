@@ -100,6 +100,7 @@ def _count(prepared: Prepared, split: SplitData, items: Sequence[Item], shots: S
     right, given = _encoded(prepared, split, sample, shots)
     read, answered = (sum(min(len(p) + len(a), context) for p, a in pairs) for pairs in (given, right))
     is_generated = task.score is not None
-    decoded = sum(len(answer) for _, answer in right) if is_generated else 0
+    lengths = [task.max_new_tokens if task.thinking else len(answer) for _, answer in right]
+    decoded = sum(lengths) if is_generated else 0
     scale = len(items) / max(len(sample), 1)
     return AnswerTokens(scale * read, scale * answered, scale * decoded)

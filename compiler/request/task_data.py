@@ -45,6 +45,9 @@ def load_task_data(
             note(f"{split.task.name}: the split `{name}` hides its answers and is not used")
         used = ", ".join(f"{name} from `{items.source}` ({len(items):,} items)" for name, items in split.sets)
         note(f"{split.task.name}: {used}")
+        if split.task.thinking is not None:
+            thinking, most = split.task.settings["thinking"], split.task.max_new_tokens
+            note(f"{split.task.name}: thinking is {thinking}, an answer has at most {most} tokens")
         if split.repeated:
             note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
     return splits, shots

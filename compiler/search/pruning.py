@@ -8,8 +8,10 @@ does not change the choice of the other experts.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from ..request.targets import ByteWeights
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.unit_prices import LEAST_TOKENS
 from .knapsack import ChoiceTable, hull_steps
-from .space import SearchSpace
+from .space import SearchSpace, dense_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +188,28 @@ def prunable(losses: Mapping[ExpertKey, float], model: ModelSpec) -> dict[Expert
         cheapest = sorted(of_layer, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
         cheapest_of_all.update({key: losses[key] for key in cheapest})
     return cheapest_of_all
+
+
+def kl_by_part(space: SearchSpace, plan: CompilePlan) -> list[dict[str, Any]]:
+    """Return the predicted KL in nats per token and the packed bytes of each part of a plan, as plain values.
+
+    Attention includes the dense FFN of a layer without experts. The last part always has 16 bits.
+    plan: any plan in formats of the space.
+    """
+    alone = space.without_pruning()
+    routed, fixed = "routed experts", "norms and routers"
+    kl, size = defaultdict[str, float](float), Counter({routed: plan.expert_packed_bytes})
+    if isinstance(space, PrunableSpace):
+        kl[routed] = sum(loss for key, loss in space.left_out.items() if plan.units[UnitKey(*key, "down")] == LEFT_OUT)
+    for row, unit in enumerate(alone.units):
+        if plan.units[unit] != LEFT_OUT:
+            kl[routed] += alone.table.losses[row, alone.unit_specs.index(plan.units[unit])]
+    for row, group in enumerate(alone.groups, len(alone.units)):
+        name = group.name.rpartition(".")[2]
+        part = "shared experts" if name == "shared" else name
+        formats = {name: plan.dense[name] for name in group.tensors}
+        options = [{name: option[name] for name in group.tensors} for option in alone.dense_options]
+        kl[part] += alone.table.losses[row, options.index(formats)]
+        size[part] += int(dense_bytes(plan, group, formats))
+    size[fixed] = plan.dense_packed_bytes - sum(count for part, count in size.items() if part != routed)
+    return [{"part": part, "kl": float(kl[part]), "bytes": count} for part, count in size.items()]

@@ -169,6 +169,11 @@ class Trials:
         """
         return self.kl_each([plan], [purpose], store)[0]
 
+    def known_kl(self, plan: CompilePlan) -> float | None:
+        """Return the mean KL of a plan that was measured, or None."""
+        stage = f"kl-{plan.digest}"
+        return None if self.journal.get(stage) is None else float(self.journal.json(stage, _not_measured)["mean"])
+
     def kl_bound(self, summary: DistributionSummary, level: Level = LEVELS[0]) -> float:
         """Return the bound of a KL by which the search accepts a plan, see `acceptance.kl_bound`."""
         measured = self._measures().answers.tasks

@@ -26,6 +26,7 @@ from ..request.effort import QUICK_ITEMS
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..request.targets import Target
+from ..search.pruning import kl_by_part
 from ..search.space import expert_losses
 from ..sensitivity.acceptance import LEVELS
 from .compile_context import Certified, CompileContext, Planned, used_tables
@@ -140,7 +141,17 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
         return is_decided_by_kl and overall_verdict(target, {}, divergences, share) != "supported"
 
     tasks, divergences = certify(
-        partial, context.bundles, held_out, states, splits, prepared.shots, journal, share, is_early, refuses
+        partial,
+        context.bundles,
+        held_out,
+        states,
+        splits,
+        prepared.shots,
+        journal,
+        share,
+        is_early,
+        refuses,
+        prepared.torch_device,
     )
     return Certified(tasks, divergences, share=share, is_cut=bool(splits) and not tasks)
 
@@ -182,6 +193,9 @@ def report(
         quality |= {"baseline_precision": precision, "own_codes": own_codes}
     if prepared.use is not None:
         quality |= {"use_on_devices": prepared.use.to_json()}
+    if planned.space is not None and measured is not None and measured.texts is not None:
+        parts, known = kl_by_part(planned.space, plan), measured.trials.known_kl(plan)
+        quality |= {"kl_by_part": {"predicted": parts, "validation_kl": known}}
     if certified.tested:
         quality |= {"tested": list(certified.tested)}
     return {**quality, **certified.reports}

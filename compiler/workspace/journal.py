@@ -26,7 +26,7 @@ from moec.manifests.files.strict_json import load_strict_json
 from .durable import Disk, StreamingFile, disk_errors
 
 Note = Callable[[str], None]
-JOURNAL_FORMAT = 5
+JOURNAL_FORMAT = 6
 """Version of the stage results. It is raised when their content changes, so that an older journal is not read."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 8 << 20

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moec.manifests.errors import OptionError
+from moec.manifests.thinking import after_thinking
 
 from .answer_text import AnswerText
-from .prompt_forms import Example, PromptForm
+from .prompt_forms import ChatForm, Example, PromptForm
 
 Item = Mapping[str, str]
 """One example: only the task's fields."""
@@ -48,6 +49,7 @@ class Task:
     raw_fields: fields of such a row.
     document_field: field of a text whose end may be cut if it is too long; None: nothing may be cut.
     form: how prompts are made instead, such as by a chat template; None: the task's own form.
+    thinking: whether the model thinks before it answers; None: as its chat template does by itself.
     settings: what differs from the task's own definition, for records and digests.
 
     read raises ValueError with the error in the row, and HiddenAnswer if the right answer is not given.
@@ -69,6 +71,7 @@ class Task:
     raw_fields: tuple[str, ...] = ()
     document_field: str | None = None
     form: PromptForm | None = None
+    thinking: bool | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -143,6 +146,11 @@ class Task:
         """Return the prediction in a continuation: the text before the first stop text, without outer white space."""
         ends = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         return text[: min(ends, default=len(text))].strip()
+
+    def without_thought(self, prompt: str, text: str) -> str:
+        """Return the part of a continuation that is scored: what follows the thought of a chat."""
+        is_thought_known = isinstance(self.form, ChatForm) and self.form.thinks
+        return after_thinking(prompt, text) if is_thought_known else text
 
     def _prompt_after(self, shots: Sequence[Item], question: str, item: Item) -> str:
         """Return the prompt of a question after solved shots."""

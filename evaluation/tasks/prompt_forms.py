@@ -63,11 +63,13 @@ class ChatForm:
     render: the chat template.
     system: the first message, or None.
     turn: makes a user's message from an example; None: the task's own prompt.
+    thinks: the template knows the marks around a thought.
     """
 
     render: RenderChat
     system: str | None = None
     turn: TemplateForm | None = None
+    thinks: bool = False
     separator: str = ""
 
     def prompt(self, solved: Sequence[Example], question: Example) -> RenderedPrompt:

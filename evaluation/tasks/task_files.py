@@ -37,6 +37,7 @@ KEYS: dict[str, tuple[type, str]] = {
     "document": (str, "text"),
     "stop": (list, "a list of texts"),
     "max_new_tokens": (int, "a whole number"),
+    "thinking": (bool, "true or false"),
     "lower_is_better": (bool, "true or false"),
 }
 _SEE = "see docs/guides/use-your-data.md"
@@ -100,9 +101,12 @@ def _task(path: Path, plain: Mapping[str, Any], digest: str, trusts_code: bool) 
         "stop": tuple(plain.get("stop", ())),
         "separator": plain.get("separator", " "),
         "document_field": plain.get("document"),
+        "thinking": plain.get("thinking"),
         "settings": {"task_file_sha256": digest} if digest else {},
     }
     metric = plain.get("metric", EXACT_MATCH if "answer" in plain else PERPLEXITY)
+    if common["thinking"] and ("choices" in plain or metric == PERPLEXITY):
+        raise _fault(path, "thinking", "false where no answer is generated", True)
     if "choices" in plain:
         return _choice_task(path, plain, common, metric)
     if metric == PERPLEXITY:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moec.manifests.errors import OptionError
+from moec.manifests.thinking import knows_thinking
 
 from .answer_metrics import PERPLEXITY, answer_metric, check_direction
 from .answer_text import AnswerText
@@ -37,8 +38,11 @@ class ChatTemplate(Protocol):
         """The bytes of the files that define the template."""
         ...
 
-    def render(self, messages: Sequence[Mapping[str, str]], /) -> str:
-        """Return the text before the assistant's next message, with special tokens."""
+    def render(self, messages: Sequence[Mapping[str, str]], more: Mapping[str, object] | None = None, /) -> str:
+        """Return the text before the assistant's next message, with special tokens.
+
+        more: more variables of the template.
+        """
         ...
 
 
@@ -103,6 +107,11 @@ class TaskSettings:
         Raises OptionError where a change does not fit the task, and the errors of `templates`.
         """
         task = self._with_metric(task)
+        if not self.chat and task.thinking is not None:
+            raise OptionError(
+                f"task `{task.name}` states `thinking`, which only a chat template switches",
+                "add `--chat`, or leave `thinking` out of the file",
+            )
         if not self.chat and self.prompt_template is None:
             return task
         if task.answer_field is None:
@@ -110,11 +119,11 @@ class TaskSettings:
             raise OptionError(f"task `{task.name}` scores plain text and has no prompt", f"leave out `{name}`")
         if templates is None:
             raise OptionError("templates of prompts need a model", "leave out `--chat` and `--prompt-template`")
-        form, settings = self._form(templates())
+        form, settings = self._form(templates(), task)
         stop = () if self.chat else task.stop  # an answer of a chat ends with its turn
         return replace(task, form=form, stop=stop, settings={**task.settings, **settings})
 
-    def _form(self, templates: Templates) -> tuple[PromptForm, dict[str, str]]:
+    def _form(self, templates: Templates, task: Task) -> tuple[PromptForm, dict[str, str]]:
         settings, form = dict[str, str](), None
         if self.prompt_template is not None:
             template = templates.prompt(Path(self.prompt_template))
@@ -125,11 +134,23 @@ class TaskSettings:
         if not self.chat:
             assert form is not None  # one of the two is asked for
             return form, settings
-        chat = templates.chat()
+        chat, variables = templates.chat(), thinking_variables(task.thinking)
         settings["chat_template_sha256"] = hashlib.sha256(chat.content).hexdigest()
         if self.system is not None:
             settings["system"] = self.system
-        return ChatForm(chat.render, self.system, form), settings
+        if task.thinking is not None:
+            question = [{"role": "user", "content": "a"}]
+            if chat.render(question, thinking_variables(True)) == chat.render(question, thinking_variables(False)):
+                raise OptionError(
+                    f"task `{task.name}` states `thinking`, and the chat template of the model does not switch it",
+                    "leave `thinking` out of the file",
+                )
+            settings["thinking"] = "on" if task.thinking else "off"
+
+        def render(messages: Sequence[Mapping[str, str]]) -> str:
+            return chat.render(messages, variables)
+
+        return ChatForm(render, self.system, form, knows_thinking([chat.content])), settings
 
     def _with_metric(self, task: Task) -> Task:
         if self.metric is None:
@@ -152,6 +173,11 @@ class TaskSettings:
             trusts_code=self.trusts_metric_code,
         )
         return replace(task, **metric)
+
+
+def thinking_variables(is_on: bool | None) -> dict[str, bool]:
+    """Return the variables by which published chat templates switch thinking; none to leave it to the template."""
+    return {} if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
 
 
 NO_SETTINGS = TaskSettings()

@@ -64,7 +64,31 @@ def loss_section(quality: Mapping[str, Any], curves: Sequence[Curve]) -> str:
                 "Lower and further left is better.",
             )
         )
+    parts += [_by_part(quality)] if quality.get("kl_by_part") else []
     return section("loss", "Loss over bytes", *(parts or [note("No plan was measured: the target was a size.")]))
+
+
+_MAX_PARTS = 16
+"""Rows of parts. A compile writes at most six."""
+
+
+def _by_part(quality: Mapping[str, Any]) -> str:
+    """Return the table of predicted KL and bytes of each part, with the measured KL of all parts."""
+    by_part = quality["kl_by_part"]
+    rows = [
+        (str(row["part"]), f"{int(number(row['bytes'])):,}", nats_text(number(row["kl"])))
+        for row in by_part["predicted"][:_MAX_PARTS]
+    ]
+    known = by_part["validation_kl"]
+    rows += [] if known is None else [("all, validation texts, activations in 32 bits", "", nats_text(number(known)))]
+    held_out = {name: task["kl"] for name, task in quality["tasks"].items()} | quality.get("held_out_kl", {})
+    for name, kl in held_out.items():
+        rows.append((f"all, held-out texts of {name}, activations in 8 bits", "", nats_text(number(kl["mean"]))))
+    told = (
+        "The KL of one part is predicted, as if it alone were quantized. That of all parts is measured: by torch, and "
+        "by the runtime, which rounds activations to 8 bits. Their texts differ."
+    )
+    return paragraph(told) + table(("part", "bytes", "KL"), rows)
 
 
 def loss_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from moec.manifests.errors import ExecutionError, InputError, MissingDependency
+from moec.manifests.thinking import CLOSE
 from moec.runtime.text.limited_process import Answer, LimitedProcess, signal_name
 from moec.runtime.text.streaming_text import Decoder, TextStream
 from moec.runtime.text.tokenizer import BundleTokenizer, TokenBytes
@@ -55,7 +56,6 @@ STEP_LIMITS = {
 _SPACE = r"\x20|\x0A\x20{0,32}|\x0A\x09{0,8}"
 """White space between the parts of JSON: a space, or a line end with an indent. Without a bound, a model may write
 nothing else."""
-OPEN, CLOSE = "<think>", "</think>"
 
 
 def is_installed() -> bool:

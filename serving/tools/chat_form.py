@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moec.manifests.thinking import CLOSE, OPEN, ThinkingSplitter, knows_thinking, overlap
 from moec.runtime.text.tokenizer import BundleTokenizer
 
 from .calls import Parameters, ToolCall, ToolsOfRequest, ToolSyntax, is_in, syntax_of, takes_tools
 
-_THINKING_MARKS = _OPEN, _CLOSE = "<think>", "</think>"
 _MAX_CALL_CHARACTERS = 1 << 20
 _HARMONY_SIGN = "<|channel|>"
 _HARMONY_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -52,10 +52,10 @@ class ChatForm:
 def chat_form_of(files: Sequence[bytes], tokenizer: BundleTokenizer) -> ChatForm:
     """Return the form of the answers of a model, by the files of its template."""
     is_harmony = is_in(_HARMONY_SIGN, files)
-    thinks = not is_harmony and any(is_in(mark, files) for mark in _THINKING_MARKS)
+    thinks = not is_harmony and knows_thinking(files)
     syntax = None if is_harmony else syntax_of(files)
     marks = list(_HARMONY_MARKS) if is_harmony else []
-    marks += _THINKING_MARKS if thinks else ()
+    marks += (OPEN, CLOSE) if thinks else ()
     marks += syntax.marks if syntax is not None else ()
     known = {token: mark for mark in marks if (token := tokenizer.id_of(mark)) is not None}
     hidden = {token: mark for token, mark in known.items() if not tokenizer.decode([token])}
@@ -114,61 +114,6 @@ class TaggedParts:
         self.calls = (self.calls + calls)[: self._most_calls]
 
 
-class ThinkingSplitter:
-    """Splits a streamed text. Text that may begin a tag is held back.
-
-    A text that does not begin with the tag has no thinking. White space after a tag is left out.
-    """
-
-    def __init__(self, is_open: bool) -> None:
-        """is_open: the prompt has opened the tag, so the text begins inside."""
-        self._tag: str | None = _CLOSE if is_open else _OPEN
-        self._strips, self._unread = is_open, ""
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._tag == _CLOSE
-
-    def push(self, piece: str) -> list[tuple[bool, str]]:
-        texts = list[tuple[bool, str]]()
-        self._unread += piece
-        if self._tag == _OPEN:
-            self._begin()
-        if self._tag == _CLOSE:
-            before, tag, after = self._unread.partition(_CLOSE)
-            shown = len(before) if tag else len(before) - _overlap(before, _CLOSE)
-            self._show(texts, True, before[:shown])
-            self._unread = after if tag else before[shown:]
-            if tag:
-                self._tag, self._strips = None, True
-        if self._tag is None:
-            self._show(texts, False, self._unread)
-            self._unread = ""
-        return texts
-
-    def flush(self) -> list[tuple[bool, str]]:
-        """Return what was held back, at the end of the text."""
-        texts = list[tuple[bool, str]]()
-        self._show(texts, self._tag == _CLOSE, self._unread)
-        self._unread = ""
-        return texts
-
-    def _begin(self) -> None:
-        """Decide whether the text begins with the tag, as soon as that is known."""
-        start = self._unread.lstrip()
-        if start.startswith(_OPEN):
-            self._tag, self._strips, self._unread = _CLOSE, True, start[len(_OPEN) :]
-        elif not _OPEN.startswith(start):
-            self._tag = None
-
-    def _show(self, texts: list[tuple[bool, str]], is_thought: bool, text: str) -> None:
-        if self._strips:
-            text = text.lstrip()
-        if text:
-            self._strips = False
-            texts.append((is_thought, text))
-
-
 class CallSplitter:
     """Takes calls out of a streamed text. Text that may begin a call is held back.
 
@@ -186,7 +131,7 @@ class CallSplitter:
         while True:
             if not self._is_inside:
                 before, mark, after = self._unread.partition(self._syntax.begin)
-                size = len(before) if mark else len(before) - _overlap(before, self._syntax.begin)
+                size = len(before) if mark else len(before) - overlap(before, self._syntax.begin)
                 shown += self._without_gaps(before[:size])
                 self._unread = after if mark else before[size:]
                 self._is_inside = bool(mark)
@@ -221,11 +166,6 @@ class CallSplitter:
         return text if not self._has_calls or text.strip() else ""
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that is a beginning of a mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-
-
 class HarmonyParts:
     """Splits a streamed answer of gpt-oss into thinking (`analysis`), text (`final`, `commentary`), and calls of tools.
 
@@ -253,7 +193,7 @@ class HarmonyParts:
                 continue
             end = _ENDS.search(self._unread)
             if end is None:
-                shown = len(self._unread) - max(_overlap(self._unread, mark) for mark in _HARMONY_MARKS)
+                shown = len(self._unread) - max(overlap(self._unread, mark) for mark in _HARMONY_MARKS)
                 self._body(self._unread[:shown], texts)
                 self._unread = self._unread[shown:]
                 break

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from bench.accelerator import compile as compile_on_gpu
 from bench.accelerator.measured import ARMS, DENSE_HERE, run, table, tokens_of
 from bench.search.gain import GROUPINGS, MATRIX
 from bench.search.grouped_space import grouped, with_formats
@@ -89,6 +93,32 @@ def test_each_strategy_has_its_own_rule_and_counts(tmp_path: Path) -> None:
         assert all(experts[name][place] for place in {"resident", "copied", "cpu"} - {idle})
     assert sum(experts[DENSE_HERE][place] for place in ("resident", "copied", "cpu")) > 0
     assert len(table(rows).splitlines()) == 2 + len(ARMS)
+
+
+def test_a_compile_on_a_gpu_is_rehearsed_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stage of torch counts products of its device. Other products are named, and end in status 1."""
+    monkeypatch.setattr(sys, "argv", ["compile.py", "--torch-device", "cpu"])
+    assert compile_on_gpu.main() == 0
+    first, *stages, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["command"] == "compile.py --torch-device cpu" and first["machine"]["device"] == "cpu"
+    products = {row["stage"]: row["flop"] for row in stages}
+    for stage in (
+        "calibrating and quantizing",
+        "predicting what each unit costs",
+        "measuring plans by their KL",
+        "KL on perplexity",
+    ):
+        assert products[stage].keys() == {"cpu"} and products[stage]["cpu"] > 1e6
+    assert last["verdict"] in ("supported", "met", "missed") and last["not on the device"] == []
+    assert compile_on_gpu.elsewhere({"a": {"cpu": 2, "cuda": 98}, "b": {"cuda": 100}}, "cuda") == ["a"]
+
+
+def test_without_a_gpu_no_compile_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["compile.py"])
+    assert compile_on_gpu.main() == 0 and capsys.readouterr().out == "not run\n"
 
 
 def test_shares_of_answers_and_of_prompts_are_over_their_own_missed_experts() -> None:

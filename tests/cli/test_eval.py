@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moec.cli.measuring.text_engines import checkpoint_engine
+from moec.cli.measuring.text_engines import bundle_engine, checkpoint_engine
 from moec.evaluation.data import load_items
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import Generation, GenerationRequest, no_progress
 from moec.evaluation.run import evaluate as evaluation
+from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import OptionError
 from moec.runtime.options.runtime import RuntimeOptions
 from tests.tiny_compile import save_model
@@ -54,7 +56,13 @@ def test_both_write_the_same_answers(invoke: Invoke, bundle: Path, checkpoint: P
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("bundle", "checkpoint")
     }
-    assert len(found["bundle"]) == 2 and set(found["bundle"][0]) == {"prediction", "reference", "score", "tokens"}
+    assert len(found["bundle"]) == 2 and set(found["bundle"][0]) == {
+        "prediction",
+        "reference",
+        "score",
+        "tokens",
+        "is_cut",
+    }
     assert all(row["tokens"] > 0 for row in found["bundle"])
     assert found["bundle"] == found["checkpoint"]
 
@@ -276,6 +284,58 @@ def test_a_bundle_is_certified_and_evaluated_with_the_same_prompts(
     options = json.loads((out / "moec.json").read_text())["options"]
     assert (options["chat"], options["system"], options["prompt_template"]) == ("true", "Be kind.", "message.jinja")
     assert options["tasks"] == "words"
+
+
+SWITCH = CHAT + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_a_task_states_thinking(
+    invoke: Invoke, model: Path, bundle: Path, data: Path, task: Path, tmp_path: Path
+) -> None:
+    """Certificate and `moec eval` name thinking, the limit, and the answers that it cut. Both count the same."""
+    folder = shutil.copytree(model, tmp_path / "thinker")
+    (folder / "chat_template.jinja").write_text(SWITCH)
+    prompts, out = ("--task", task, "--data", data, "--chat"), tmp_path / "out"
+    results = {}
+    for state, name in (("true", "on"), ("false", "off")):
+        task.write_text(f"{TASK}thinking = {state}\n")
+        results[name] = evaluate(invoke, folder, *prompts)
+        assert results[name]["settings"]["thinking"] == name
+    assert results["on"]["data_sha256"] != results["off"]["data_sha256"]
+    result = invoke(
+        "compile", folder, "--bits-per-weight", 9, "--group-size", 32, "--device", "raspberry-pi-4b-sd",
+        "--no-comparisons", *prompts, "-o", out,
+    )  # fmt: skip
+    assert result.exit_code == 0 and "thinking is off, an answer has at most 3 tokens" in result.stderr, result.stderr
+    certified = json.loads((out / "quality.json").read_text())["tasks"]["words"]
+    ours = evaluate(invoke, out, *prompts)
+    assert certified["settings"]["thinking"] == "off" and certified["max_new_tokens"] == ours["max_new_tokens"] == 3
+    assert certified["cut"] == {"baseline": results["off"]["cut"], "value": ours["cut"]} and ours["cut"] > 0
+    shown = invoke("eval", out, *prompts).stdout
+    assert f"{ours['cut']} of {ours['n']} were cut at 3 tokens, thinking off" in shown
+    for chosen in (model, bundle):  # a template without the switch, no template
+        refused = invoke("eval", chosen, *prompts)
+        assert refused.exit_code == 1 and refused.stdout == ""
+
+
+def test_an_answer_that_ends_by_itself_is_not_cut(own_bundle: Path) -> None:
+    """The last token before the limit may be the end token or complete a stop text."""
+
+    def generation(*stop: str) -> tuple[Generation, int]:
+        """Return an answer of at most 6 tokens, and the token that follows the prompt."""
+        with bundle_engine(own_bundle, RuntimeOptions()) as engine:
+            request = GenerationRequest("ab", None, 6, stop)
+            first = int(engine.forced_logits(engine.encode_pairs([("ab", "c")]))[0][0].argmax())
+            return engine.generate([request], no_progress)[0], first
+
+    cut, first = generation()
+    assert cut.is_cut and cut.tokens == 6
+    assert not generation(cut.text)[0].is_cut
+    path = own_bundle / "moec.json"
+    manifest = decode_manifest(path.read_bytes(), "moec.json")
+    path.write_bytes(encode_manifest(replace(manifest, model=replace(manifest.model, eos_token_ids=(first,)))))
+    ended, _ = generation()
+    assert not ended.is_cut and ended.tokens == 0
 
 
 def test_a_chat_needs_a_template_and_a_prompt(

@@ -42,6 +42,11 @@ def test_a_kl_target_is_kept_by_a_measured_plan(bundle: Path) -> None:
     measured = [t["kl"]["mean"] for t in quality["trials"] if t["purpose"] == "plan"]
     assert measured == [quality["comparison"]["plan_kl"]] and measured[0] <= KL
     assert size in [t["expert_packed_bytes"] for t in quality["trials"] if t["purpose"] == "search"]
+    parts, sizes = quality["kl_by_part"], quality["sizes"]
+    stored = [sizes["expert_packed_bytes"], sizes["dense_packed_bytes"]]
+    assert parts["validation_kl"] == measured[0] and parts["predicted"][0]["kl"] > 0
+    assert [row["bytes"] for row in parts["predicted"][:1]] == stored[:1]
+    assert sum(row["bytes"] for row in parts["predicted"]) == pytest.approx(sum(stored), abs=len(stored))
     assert (quality["target"], quality["verdict"]) == ({"kind": "kl", "value": KL}, "supported")
     task = quality["tasks"]["perplexity"]
     assert task["n"] == 40 and task["verdict"] is None and 0 < task["kl"]["mean"] < 4 * KL

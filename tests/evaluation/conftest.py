@@ -28,7 +28,9 @@ class TableEngine:
         made = []
         for done, request in enumerate(requests, start=1):
             text = self.answers.get(request.prompt, "")
-            made.append(Generation(text, len(text.split()), len(request.prompt.split())))
+            words = text.split()
+            is_cut = len(words) >= request.max_new_tokens
+            made.append(Generation(text, len(words), len(request.prompt.split()), is_cut))
             progress(done, len(requests))
         return made
 

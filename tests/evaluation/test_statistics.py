@@ -327,6 +327,29 @@ def test_a_kl_is_read_as_it_was_written() -> None:
             {"verdict": "met", "tasks": {}, "held_out_kl": {"perplexity": {}}},
             "met for perplexity; other tasks were not measured",
         ),
+        (
+            {"verdict": "met", "tasks": {"a": {"n": 9, "max_new_tokens": 8, "cut": {"baseline": 0, "value": 0}}}},
+            "met for a; other tasks were not measured",
+        ),
+        (
+            {
+                "verdict": "met",
+                "tasks": {
+                    "a": {
+                        "n": 9,
+                        "max_new_tokens": 8,
+                        "cut": {"baseline": 2, "value": 3},
+                        "settings": {"thinking": "on"},
+                    }
+                },
+            },
+            "met for a with thinking on; other tasks were not measured; 3 of 9 answers of a were cut at 8 tokens, and "
+            "2 of the checkpoint's",
+        ),
+        (
+            {"verdict": "met", "tasks": {"a": {"cut": {"value": "x"}, "settings": 1}}},
+            "met for a; other tasks were not measured",
+        ),
     ],
 )
 def test_the_scope_of_a_verdict(quality: dict[str, Any] | None, scope: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 
 from moec.evaluation.data import items_sha256
 from moec.evaluation.run import compare, evaluate
-from moec.evaluation.tasks import find_task
+from moec.evaluation.tasks import Task, find_task
 from moec.evaluation.tasks.answer_metrics import ForeignMetric, foreign_metric
-from moec.evaluation.tasks.prompt_forms import RenderedPrompt
+from moec.evaluation.tasks.prompt_forms import ChatForm, RenderedPrompt
 from moec.evaluation.tasks.task_settings import TaskSettings
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import DataError, OptionError
@@ -35,10 +35,23 @@ class Fixed:
     def prompt(self, path: Path) -> Fixed:
         return Fixed(path.read_bytes())
 
-    def render(self, given: Any, /) -> str:
+    def render(self, given: Any, more: Any = None, /) -> str:
         if isinstance(given, Mapping):
             return f"T({given['question']}|{'+'.join(shot['answer'] for shot in given['shots'])})"
-        return "".join(f"<{message['role']}>{message['content']}" for message in given) + "<assistant>"
+        asked = "".join(f"<{message['role']}>{message['content']}" for message in given) + "<assistant>"
+        is_switch = b"</think>" in self.content and more and not more["enable_thinking"]
+        return asked + ("<think></think>" if is_switch else "")
+
+
+class Switch(Fixed):
+    """Templates with a switch for thinking."""
+
+    def chat(self) -> Fixed:
+        return Fixed(b"<think></think>")
+
+
+def thinking(is_on: bool | None) -> Task:
+    return TaskSettings(chat=True).apply(replace(GSM8K, thinking=is_on), Switch)
 
 
 def applied(task: Any = GSM8K, **settings: Any) -> Any:
@@ -65,6 +78,42 @@ def test_a_template_makes_the_prompt_or_the_message(tmp_path: Path) -> None:
     assert both.prompt(ITEM, [SHOT]) == "<user>T(1+1?|)<assistant>#### 2<user>T(2+2?|)<assistant>"
     path.write_text("{{ question }}\nAnswer:\n\n")
     assert applied(prompt_template=str(path)).answer(ITEM) == "#### 4"
+
+
+def test_a_task_switches_thinking() -> None:
+    asked = "<user>Question: 2+2?\nAnswer:<assistant>"
+    prompts = {True: asked, False: f"{asked}<think></think>", None: asked}
+    assert {is_on: thinking(is_on).prompt(ITEM) for is_on in prompts} == prompts
+    named = {is_on: thinking(is_on).settings.get("thinking") for is_on in prompts}
+    assert named == {True: "on", False: "off", None: None}
+    assert len({items_sha256(thinking(is_on), [ITEM]) for is_on in prompts}) == 3
+
+
+def test_thinking_needs_a_template_that_switches_it() -> None:
+    task = replace(GSM8K, thinking=True)
+    with pytest.raises(OptionError, match=r"states `thinking`, which only a chat template switches .*`--chat`"):
+        applied(task)
+    with pytest.raises(OptionError, match="states `thinking`, and the chat template of the model does not switch it"):
+        applied(task, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "text", "score"),
+    [
+        ("", "<think>5</think> #### 4", 1.0),
+        ("", "<think>#### 4</think> 5", 0.0),
+        ("", "<think>#### 4", 0.0),
+        ("<think>", "#### 4</think>5", 0.0),
+        ("", "#### 4", 1.0),
+    ],
+)
+def test_the_score_reads_what_follows_the_thought(prompt_end: str, text: str, score: float, table_engine) -> None:
+    task = thinking(True)
+    assert isinstance(task.form, ChatForm)
+    form = task.form
+    task = replace(task, form=replace(form, render=lambda messages: form.render(messages) + prompt_end))
+    result = evaluate(task, [ITEM], table_engine({task.prompt(ITEM): text}))
+    assert (result.value, result.items[0].prediction) == (score, text), "drafts of the bundle have the thought"
 
 
 def test_a_template_without_shots_takes_none(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def cells(page: str) -> list[str]:
     return re.findall(r"<td>(.*?)</td>", page)
 
 
+def test_the_page_tells_the_kl_of_each_part() -> None:
+    parts = [{"part": "routed experts", "kl": 0.004, "bytes": 5_000}, {"part": "attention", "kl": 0.001, "bytes": 70}]
+    quality = QUALITY | {"kl_by_part": {"predicted": parts, "validation_kl": 0.0045}}
+    shown = cells(report_page(replace(FULL, quality=quality)))
+    at = shown.index("routed experts")
+    assert shown[at : at + 6] == ["routed experts", "5,000", "0.004", "attention", "70", "0.001"]
+    assert shown[at + 6 : at + 9] == ["all, validation texts, activations in 32 bits", "", "0.0045"]
+    assert shown[at + 9] == "all, held-out texts of gsm8k, activations in 8 bits"
+    with pytest.raises(ManifestInvalid, match=r"quality\.json"):
+        report_page(replace(FULL, quality=quality | {"kl_by_part": {"predicted": 1}}))
+
+
 def test_maps_have_the_values_of_the_bundle() -> None:
     data = map_data(report_page(FULL))
     own = [[rounded(value) for value in row] for row in QUALITY["statistics"]["popularity"]]

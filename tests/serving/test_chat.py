@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from moec.manifests.thinking import ThinkingSplitter
 from moec.runtime import Engine, load
 from moec.serving.api.fields import MAX_ANSWERS
-from moec.serving.tools.chat_form import ThinkingSplitter
 from tests.listed_file import add_listed
 from tests.serving.conftest import CONTEXT
 from tests.serving.live_server import LiveServer, live_server

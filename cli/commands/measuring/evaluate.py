@@ -123,9 +123,13 @@ def eval_command(
     low, high = result.interval95
     is_bounded = math.isfinite(low) and math.isfinite(high)
     interval = f"95 % interval {low:.4f} to {high:.4f}" if is_bounded else "too few items for an interval"
+    thinking = items.task.settings.get("thinking")
+    answers = f"{result.cut} of {result.n} were cut at {result.max_new_tokens} tokens"
+    answers += f", thinking {thinking}" if thinking else ""
     pairs: list[tuple[str, object]] = [
         (result.metric, f"{result.value:.4f} ({interval}, {result.n} items of {result.task})"),
         *((name, f"{value:.4f}") for name, value in result.other_metrics.items()),
+        *([("answers", answers)] if result.max_new_tokens else []),
         ("time", f"{result.seconds:.1f} s, {result.tokens_per_s:.1f} tokens/s"),
     ]
     output.data(output.facts(pairs))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moec.manifests.thinking import starts_thinking
 from moec.runtime.text.sampling import TokenLogProb
 
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
@@ -202,7 +203,7 @@ async def chat_tokens(
     text = await service.render(messages, tools.described, variables or {})
     tokens = await service.encode(text, "messages", adds_special_tokens=False)
     service.check_prompt(tokens, "messages")
-    return tokens, text.rstrip().endswith("<think>")
+    return tokens, starts_thinking(text)
 
 
 def _template_variables(fields: Fields) -> dict[str, Any]:

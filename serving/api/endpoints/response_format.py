@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moec.manifests.errors import InputError, MissingDependency
+from moec.manifests.thinking import CLOSE, OPEN
 
 from ...engine.request import AnswerMask
-from ...grammar.masks import CLOSE, OPEN, AfterThinking, CompiledGrammar, json_between, json_grammar
+from ...grammar.masks import AfterThinking, CompiledGrammar, json_between, json_grammar
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -17,7 +18,7 @@ from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.search.bisect import candidates, search
 from moec.compiler.sensitivity.acceptance import LEVELS, changed_share, margin
 from moec.compiler.stages import bundle as bundle_stage
-from moec.evaluation.statistics import ERROR, MIN_ITEMS, Verdict
+from moec.evaluation.statistics import ERROR, MIN_ITEMS, Verdict, judge, relative_loss
 from moec.evaluation.tasks import find_task
 from tests.compiler.search.toy_search import ToyTrials, predicted_loss, toy_space
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_texts
@@ -178,6 +179,22 @@ def test_the_share_of_answers_that_may_change(items: int, share: float) -> None:
     assert width == pytest.approx(target.value / 2)
     assert changed_share(find_task("perplexity"), 10.0, target, items) is None
     assert changed_share(gsm8k, 0.8, Target("loss", 0.3), items) is None
+
+
+@pytest.mark.parametrize(("items", "changed", "target"), [(1319, 0.03, 0.026), (4000, 0.05, 0.018)])
+def test_the_targets_that_the_items_of_gsm8k_support(items: int, changed: float, target: float) -> None:
+    """Two rows of the table in docs/design/compile.md: the least target, in steps of 0.1 %."""
+    right = round(0.8 * items)
+
+    def is_supported(loss: float) -> bool:
+        lost = math.ceil((changed * items + loss / 2 * right) / 2)
+        baseline = np.arange(items) < right
+        value = baseline.copy()
+        value[:lost] = False
+        value[right : right + round(changed * items) - lost] = True
+        return judge(relative_loss(baseline, value, error=ERROR * LEVELS[0].share), loss).supported
+
+    assert is_supported(target) and not is_supported(target - 0.001)
 
 
 @pytest.mark.parametrize("has_tasks", [True, False])

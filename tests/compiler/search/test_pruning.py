@@ -15,7 +15,7 @@ from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.targets import ByteWeights, Target
 from moec.compiler.search.knapsack import least_cost, least_loss
-from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
+from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, kl_by_part, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity.sensitivity import SensitivityTable
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
@@ -66,6 +66,20 @@ def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[fl
     ]
     steps = max(float(np.ptp(row[np.isfinite(row)])) for row in pruned.table.costs)
     assert cost <= min(within) + steps
+
+
+def test_the_parts_of_a_plan_sum_to_what_the_search_predicts() -> None:
+    space = toy_space()
+    pruned = with_pruning(space, {ExpertKey(1, 2): 0.25}, EVEN)
+    for budget in (0.05, 0.5, np.inf):
+        choice = least_cost(pruned.table, budget)
+        plan = pruned.plan(choice)
+        parts = {row["part"]: row for row in kl_by_part(pruned, plan)}
+        assert list(parts) == ["routed experts", "embedding", "attention", "lm_head", "norms and routers"]
+        assert sum(row["kl"] for row in parts.values()) == pytest.approx(pruned.table.totals(choice)[1])
+        assert sum(row["bytes"] for row in parts.values()) == plan.expert_packed_bytes + plan.dense_packed_bytes
+        assert parts["routed experts"]["kl"] >= 0.25 * (LEFT_OUT in plan.units.values())
+        assert parts["norms and routers"]["kl"] == 0 < parts["norms and routers"]["bytes"]
 
 
 def test_reads_that_move_to_other_experts_are_not_saved() -> None:
