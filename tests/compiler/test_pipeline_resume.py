@@ -96,6 +96,18 @@ def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path:
     assert check_bundle(tmp_path / "out")["trials"] == []
 
 
+def test_a_work_folder_of_another_version_is_not_read(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(Halt):
+        patched.setattr("moec.compiler.preflight.prepared.producer", lambda: "moec 0.0.1")
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=halt)
+    notes: list[str] = []
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
+    assert sum("holds no finished stage of these inputs and options, by this version" in note for note in notes) == 1
+    assert contents(tmp_path / "out") == whole and names(tmp_path) == {"out"}
+
+
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_every_weight_is_read_layer_by_layer_before_the_search(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
