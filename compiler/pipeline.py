@@ -12,6 +12,7 @@ from moec.manifests.files.implied_names import is_implied_folder
 
 from .bundle.plan_bundles import clear_trials
 from .bundle.publish import check_replaceable, publish_directory, recover_replaced
+from .forecast.long_compile import tell_forecast
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
 from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
@@ -75,6 +76,7 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
         check_replaceable(output, request.overwrite)
     with open_for_compile(prepared) as context:
         disk.remove_tree(partial)
+        tell_forecast(prepared, context.decisions)
         planned = make_plan(context)
         with removed_on_failure(disk, partial):
             planned, manifest, certified = write_certified(context, planned, partial)

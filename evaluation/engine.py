@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from moec.manifests.errors import ExecutionError
 from moec.manifests.progress import Progress
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+Take = Callable[[int, Result], None]
+"""Takes the index of a request and its result, once for each request and as soon as it is known."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -55,13 +61,13 @@ class AnswerScore:
 
 
 class TextEngine(Protocol):
-    """A model that continues and scores text. Results have the order of the requests."""
+    """A model that continues and scores text."""
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
         """Continue each prompt greedily until the end token, a stop text or max_new_tokens."""
         ...
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         """Score each answer given its prompt.
 
         pairs: (prompt, answer) each.
@@ -69,3 +75,31 @@ class TextEngine(Protocol):
         does not score or count the first token.
         """
         ...
+
+
+def check_count(count: int, expected: int) -> None:
+    """Raise ExecutionError if an engine returned another number of results than requested."""
+    if count != expected:
+        raise ExecutionError(f"the engine gave {count} results for {expected} items")
+
+
+def in_order(
+    compute: Callable[[Sequence[Request], Take[Result]], None],
+    requests: Sequence[Request],
+    progress: Progress = no_progress,
+) -> list[Result]:
+    """Return the results of an engine in the order of the requests.
+
+    compute: method of the engine.
+    progress: called with (results taken, requests).
+    Raises ExecutionError if a result is missing.
+    """
+    results: dict[int, Result] = {}
+
+    def take(index: int, result: Result) -> None:
+        results[index] = result
+        progress(len(results), len(requests))
+
+    compute(requests, take)
+    check_count(len(results), len(requests))
+    return [results[index] for index in range(len(requests))]

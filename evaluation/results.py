@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.errors import ExecutionError
-
 from .data import items_sha256
 from .statistics import Array
 from .tasks import Item, Task
@@ -116,12 +114,6 @@ class EvaluationResult:
 def identity(task: Task, items: Sequence[Item], shots: Sequence[Item], length: int) -> str:
     """Return a digest of the evaluated data: items, solved examples, most new tokens."""
     return items_sha256(task, [*shots, {**dict.fromkeys(task.fields, f"shots before, {length} tokens")}, *items])
-
-
-def check_count(count: int, expected: int) -> None:
-    """Raise ExecutionError if an engine returned another number of results than requested."""
-    if count != expected:
-        raise ExecutionError(f"the engine gave {count} results for {expected} items")
 
 
 def rate(tokens: int, seconds: float) -> float:

@@ -13,9 +13,9 @@ from moec.manifests.errors import ExecutionError, OptionError
 from moec.manifests.progress import Progress
 
 from . import statistics
-from .engine import AnswerScore, GenerationRequest, TextEngine, no_progress
+from .engine import AnswerScore, GenerationRequest, TextEngine, check_count, in_order, no_progress
 from .metrics import item_perplexities, perplexity
-from .results import EvaluationResult, ItemResult, check_count, identity, rate
+from .results import EvaluationResult, ItemResult, identity, rate
 from .statistics import LossEstimate
 from .tasks import Item, Task
 
@@ -56,9 +56,8 @@ def evaluate(
         for item, guess in zip(items, guesses, strict=True)
     ]
     started = time.perf_counter()
-    generations = engine.generate(requests, progress)
+    generations = in_order(engine.generate, requests, progress)
     seconds = time.perf_counter() - started
-    check_count(len(generations), len(items))
     predictions = [task.cut(generation.text) for generation in generations]
     references = [task.reference(item) for item in items]
     if task.score is None:
@@ -86,8 +85,8 @@ def answer_scores(
     progress: Progress = no_progress,
 ) -> list[AnswerScore]:
     """Return the teacher-forced NLL of each item's reference answer. Raises ExecutionError if an NLL is not finite."""
-    scored = engine.answer_log_probs([(task.prompt(item, shots), task.answer(item)) for item in items], progress)
-    check_count(len(scored), len(items))
+    pairs = [(task.prompt(item, shots), task.answer(item)) for item in items]
+    scored = in_order(engine.answer_log_probs, pairs, progress)
     for at, score in enumerate(scored):
         if not math.isfinite(score.nll) or score.tokens < 0:
             raise ExecutionError(
@@ -217,9 +216,8 @@ def _evaluate_choices(
     listed = [task.given_answers(item, shots) for item in items]
     pairs = [pair for choices, _ in listed for pair in choices]
     started = time.perf_counter()
-    scored = engine.answer_log_probs(pairs, progress)
+    scored = in_order(engine.answer_log_probs, pairs, progress)
     seconds = time.perf_counter() - started
-    check_count(len(scored), len(pairs))
     rows, scores, at = [], dict[str, list[float]]((name, []) for name in task.metrics), 0
     for place, (item, (choices, right)) in enumerate(zip(items, listed, strict=True)):
         scores_of_item = scored[at : at + len(choices)]

@@ -22,7 +22,7 @@ from moec.compiler.reference.routed_layers import RoutedLayer
 from moec.compiler.reference.routers import RouterMasks
 from moec.compiler.walker.loaded_layer import WeightName
 from moec.compiler.walker.texts import divided_pairs, padded
-from moec.evaluation.engine import AnswerScore
+from moec.evaluation.engine import AnswerScore, Take
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.model import UnitKey
 
@@ -93,14 +93,14 @@ class TransformersOracle:
                 found.append(logits[len(row) - count : len(row)].numpy())
         return found
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any = None) -> list[AnswerScore]:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         """See TextEngine."""
-        scores, encoded = [], self.encode_pairs(pairs)
-        for (_, answer), logits in zip(encoded, self.forced_logits(encoded, with_end=False), strict=True):
+        encoded = self.encode_pairs(pairs)
+        rows = self.forced_logits(encoded, with_end=False)
+        for index, ((_, answer), logits) in enumerate(zip(encoded, rows, strict=True)):
             log_p = torch.from_numpy(logits).double().log_softmax(-1)
             tokens = torch.tensor(answer[len(answer) - len(logits) :], dtype=torch.long).unsqueeze(1)
-            scores.append(AnswerScore(-float(log_p.gather(1, tokens).sum()), len(logits)))
-        return scores
+            take(index, AnswerScore(-float(log_p.gather(1, tokens).sum()), len(logits)))
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,10 @@ class ExecutedPlans:
             return np.concatenate(list(map(log_softmax, logits)))[start - starts[first] : end - starts[first]]
 
         vocabulary = self.bundles.lowering.model.vocab_size
-        with self.bundles.opened(plan, store) as engine:
+        with (
+            self.bundles.written(plan, store) as folder,
+            self.bundles.open_runtime(folder, self.bundles.room_bytes) as engine,
+        ):
             local = cast(LocalEngine, engine)
             return certify_divergence("answers", self.answers, own, vocabulary, local, Talk()).divergence
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
+from moec.evaluation.engine import Take as TakeResult
 from moec.evaluation.long_items import Context, FittedItems, fit_items
 from moec.evaluation.tasks import Item, Task
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
@@ -40,7 +41,7 @@ class BundleEngine:
     def __init__(self, engine: Engine, decodes: bool = False, divides: bool = True) -> None:
         self.engine, self._decodes, self._divides = engine, decodes, divides
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def generate(self, requests: Sequence[GenerationRequest], take: TakeResult[Generation]) -> None:
         """Continue each prompt greedily, up to a stop text or the end of the context. The end token is not counted.
 
         Drafts save time and change no result.
@@ -57,28 +58,28 @@ class BundleEngine:
             limits.append(self.engine.new_tokens_limit(prompt, request.max_new_tokens + 1) - 1)
         prompts, drafts = [prompt for prompt, _ in pairs], [draft for _, draft in pairs]
         stops = [request.stop for request in requests]
-        answers = generate_many(self.engine, prompts, drafts, limits, progress, stops, self._divides)
-        generations = []
-        for answer, limit, stop, prompt in zip(answers, limits, stops, prompts, strict=True):
-            text = self.engine.tokenizer.decode(answer)
-            is_cut = len(answer) == limit and not any(mark in text for mark in stop)
-            generations.append(Generation(text, len(answer), len(prompt), is_cut))
-        return generations
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+        def take_tokens(index: int, answer: list[int]) -> None:
+            text = self.engine.tokenizer.decode(answer)
+            is_cut = len(answer) == limits[index] and not any(mark in text for mark in stops[index])
+            take(index, Generation(text, len(answer), len(prompts[index]), is_cut))
+
+        generate_many(self.engine, prompts, drafts, limits, take_tokens, stops, self._divides)
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: TakeResult[AnswerScore]) -> None:
         """Score each answer given its prompt, teacher-forced, without the end token.
 
         After an empty prompt without special tokens, the first token is not scored.
         """
         encoded = self.encode_pairs(pairs)
-        scores = [AnswerScore(0.0, 0)] * len(pairs)
-        scored = [at for at, (prompt, answer) in enumerate(encoded) if answer and len(prompt) + len(answer) > 1]
-        done = len(pairs) - len(scored)
+        scored = list[int]()
+        for at, (prompt, answer) in enumerate(encoded):
+            if answer and len(prompt) + len(answer) > 1:
+                scored.append(at)
+            else:
+                take(at, AnswerScore(0.0, 0))
         for index, total in score_answers(self.engine, [encoded[at] for at in scored], self._decodes):
-            scores[scored[index]] = AnswerScore(-total.log_prob, total.tokens)
-            done += 1
-            progress(done, len(pairs))
-        return scores
+            take(scored[index], AnswerScore(-total.log_prob, total.tokens))
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
         """Return the logits [A, V] float32 that predict each answer token, and the end token."""

@@ -18,6 +18,7 @@ from moec.manifests.files.strict_json import load_strict_json
 from ..interrupts import is_interrupt
 from . import output
 from .progress_bar import ProgressBar
+from .whole_compile import WholeCompile
 
 DONE = "done"
 LOG_SUFFIX = ".log.json"
@@ -46,6 +47,7 @@ class CompileLog:
         self.events: list[dict[str, Any]] = []
         self.sources: dict[str, str] = {}
         self.work = destination.with_name(destination.name + WORK_SUFFIX)
+        self._whole: WholeCompile | None = None
 
     def stages(self) -> list[dict[str, Any]]:
         """Return the cost of every kind of work with a bar, in order of appearance: the sum over all its bars.
@@ -71,7 +73,8 @@ class CompileLog:
                 self._close_bar()
                 self._event(title)
                 self._running = title, time.monotonic()
-                state["bar"] = self._bar = ProgressBar(title)
+                whole = None if self._whole is None else self._whole.begun(title)
+                state["bar"] = self._bar = ProgressBar(title, whole=whole)
                 self._bar.__enter__()
             state["done"] = done
             state["bar"](done, total)
@@ -80,6 +83,21 @@ class CompileLog:
                 state["bar"] = None
 
         return report
+
+    def forecast(self, stages: Sequence[dict[str, Any]], shorter: tuple[str, float] | None) -> None:
+        """Print what a compile takes, and let its bars show the share of the whole.
+
+        stages: their forecast, as for `forecast_table`.
+        shorter: the option that brings the time nearest to half, and the seconds with it.
+        """
+        self._whole = WholeCompile({stage["title"]: stage["seconds"] for stage in stages})
+        most = {name: max(stage[name] for stage in stages) for name in ("memory_bytes", "disk_bytes")}
+        time_text, size = output.human_seconds, output.human_bytes
+        dearest = sorted(stages, key=lambda stage: -stage["seconds"])[:3]
+        named = ", ".join(f"{stage['title']} {time_text(stage['seconds'])}" for stage in dearest)
+        self.note(f"this compile takes about {time_text(sum(stage['seconds'] for stage in stages))}: {named}")
+        faster = "" if shorter is None else f"; about {time_text(shorter[1])} with `{shorter[0]}`"
+        self.note(f"at most {size(most['memory_bytes'])} of memory, {size(most['disk_bytes'])} of disk{faster}")
 
     def __enter__(self) -> CompileLog:
         return self
@@ -108,6 +126,8 @@ class CompileLog:
             from moec.runtime.trace.statistics import peak_memory_bytes
 
             (title, started), self._running = self._running, None
+            if self._whole is not None:
+                self._whole.ended(title, time.monotonic() - started)
             before = self._stages.get(title, {"seconds": 0.0, "disk_bytes": 0})
             disk_bytes = 0
             for folder in (self.work, self.destination.with_name(self.destination.name + PARTIAL_SUFFIX)):

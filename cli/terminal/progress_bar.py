@@ -23,8 +23,15 @@ class ProgressBar:
         verify_bundle(bundle, progress)
     """
 
-    def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.label = one_line(label)
+    def __init__(
+        self,
+        label: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        whole: Callable[[float, float], tuple[float, float]] | None = None,
+    ) -> None:
+        """whole: takes the share and the seconds of this work; returns the share and the seconds left of the whole."""
+        self.label, self._whole = one_line(label), whole
         self._stream: TextIO | None = sys.stderr if stream is None else stream  # None: stderr is closed
         self._clock = clock
         self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -51,6 +58,9 @@ class ProgressBar:
     def _render(self, done: float, total: int, elapsed_s: float) -> str:
         share = min(1.0, done / total) if total > 0 else 0.0
         left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share > 0 else ""
+        if self._whole is not None:
+            whole_share, whole_left_s = self._whole(share, elapsed_s)
+            left += f"; whole {whole_share:.0%}, {human_seconds(whole_left_s)} left"
         if not self._is_terminal:
             return f"{self.label}: {share:.0%}{left}"
         filled = round(share * BAR_CELLS)

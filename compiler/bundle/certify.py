@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from moec.evaluation.data import ItemSet, SplitData
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, TextEngine
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Take, TextEngine
 from moec.evaluation.results import EvaluationResult, finite, identity
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.statistics import divergence as token_divergences
 from moec.evaluation.tasks import Item, Task
-from moec.manifests.progress import Progress
 
 from ..families import Lowering
 from ..request.options import Talk
@@ -199,7 +198,7 @@ class _Turns:
         if self._engine is None or path != self._path:
             self._opened.close()
             self._engine = None
-            self._engine = self._opened.enter_context(self._bundles.open_runtime(path, self._bundles.room_bytes))
+            self._engine = self._opened.enter_context(self._bundles.running(path))
             self._path = path
         return self._engine
 
@@ -210,13 +209,13 @@ class _Turn:
 
     engine: Callable[[], TextEngine]
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
         """See TextEngine."""
-        return list(self.engine().generate(requests, progress))
+        self.engine().generate(requests, take)
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         """See TextEngine."""
-        return list(self.engine().answer_log_probs(pairs, progress))
+        self.engine().answer_log_probs(pairs, take)
 
 
 def _certify_answers(

@@ -6,6 +6,7 @@ checkpoint becomes a temporary bundle, too.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from moec.evaluation.engine import TextEngine
-from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX, DeviceSummary
+from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, WORK_SUFFIX, DeviceSummary
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.files.output_file import require_free_bytes
 from moec.manifests.model import ModelSpec
@@ -26,8 +27,10 @@ from ..request.plan import CompilePlan, plain_plan
 from ..request.ports import OpenEngine
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors
+from ..workspace.journal import Journal
 from ..workspace.work_folder import check_partial
 from .emit import BundleContent, emit
+from .recorded_answers import RecordedAnswers
 
 _NO_DEVICE = DeviceSummary("trial", "0" * 64, 0, 0)
 TRIAL, UNQUANTIZED = "trial", "unquantized"
@@ -85,12 +88,14 @@ class PlanBundles:
     request: its output names the bundles, which lie next to it.
     room_bytes: memory of the process with the runtime.
     open_runtime: opens a bundle.
+    journal: keeps every answer of the runtime.
     """
 
     request: CompileRequest
     lowering: Lowering
     room_bytes: int
     open_runtime: OpenEngine
+    journal: Journal
 
     @contextmanager
     def opened(self, plan: CompilePlan, store: UnitStore | None) -> Iterator[TextEngine]:
@@ -99,8 +104,18 @@ class PlanBundles:
         store: quantized units. None for a plan without any.
         Raises the errors of emit, and those of the runtime if it does not fit into the room.
         """
-        with self.written(plan, store) as partial, self.open_runtime(partial, self.room_bytes) as engine:
+        with self.written(plan, store) as partial, self.running(partial) as engine:
             yield engine
+
+    @contextmanager
+    def running(self, partial: Path) -> Iterator[TextEngine]:
+        """Open the runtime on a bundle. Answers of the journal are not computed again.
+
+        partial: the bundle. The digest of its manifest, which names that of every file, identifies its answers.
+        """
+        stage = f"answers-{hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()[:16]}"
+        with self.open_runtime(partial, self.room_bytes) as engine, self.journal.records(stage) as records:
+            yield RecordedAnswers(engine, records)
 
     @contextmanager
     def written(self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, in_order
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -130,7 +130,7 @@ class BundleScores:
     pairs: Sequence[tuple[str, str]]
 
     def run(self, site: Site) -> list[AnswerScore]:
-        return site.engine(self.bundle).answer_log_probs(self.pairs, no_progress)
+        return in_order(site.engine(self.bundle).answer_log_probs, self.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class BundleGenerations:
     requests: Sequence[GenerationRequest]
 
     def run(self, site: Site) -> list[Generation]:
-        return site.engine(self.bundle).generate(self.requests, no_progress)
+        return in_order(site.engine(self.bundle).generate, self.requests)
 
 
 @dataclass(frozen=True, slots=True)

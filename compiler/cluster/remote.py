@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Take
 from moec.manifests.model import UnitKey
-from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..calibration.layer_inputs import LayerInputs
@@ -179,19 +178,16 @@ class RemoteEngine:
             files[path.name] = pieces
         self.bundle = BundleFiles(digest.hexdigest(), files, share)
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
-        """Return continuations of prompts."""
-        return self._collect(requests, progress, lambda chunk: BundleGenerations(self.bundle, chunk))
+    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
+        """See TextEngine."""
+        self._compute(requests, take, lambda chunk: BundleGenerations(self.bundle, chunk))
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
-        """Return the score of each answer after its prompt."""
-        return self._collect(pairs, progress, lambda chunk: BundleScores(self.bundle, chunk))
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
+        """See TextEngine."""
+        self._compute(pairs, take, lambda chunk: BundleScores(self.bundle, chunk))
 
-    def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:
+    def _compute(self, items: Sequence[Any], take: Take[Any], job: Callable[[Sequence[Any]], Job]) -> None:
         parts = list(in_parts(items, min(_ITEMS_PER_BUNDLE_JOB, -(-len(items) // self._pool.count))))
         answers = self._pool.in_order(job(chunk) for chunk in parts)
-        results: list[Any] = []
-        for answer in answers:
-            results += answer
-            progress(len(results), len(items))
-        return results
+        for index, result in enumerate(itertools.chain.from_iterable(answers)):
+            take(index, result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from moec.manifests.errors import OptionError
 
 from ..preflight.preparation import prepare
+from ..preflight.prepared import Prepared
 from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.request import CompileRequest
 from ..request.uniform import uniform_quantizer, uniform_spec
@@ -19,7 +20,7 @@ from .answers import answer_slots
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages
 
-__all__ = ["StageForecast", "forecast"]
+__all__ = ["StageForecast", "forecast", "forecast_prepared"]
 
 
 def forecast(request: CompileRequest) -> list[StageForecast]:
@@ -33,7 +34,12 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
             f"`--estimate` times work on the CPU, found `--torch-device {request.options.torch_device}`",
             "leave one of the two out",
         )
-    prepared = prepare(request)
+    return forecast_prepared(prepare(request))
+
+
+def forecast_prepared(prepared: Prepared) -> list[StageForecast]:
+    """Return the stages of a compile whose checks are done. Raises OptionError for a search without data."""
+    request = prepared.request
     lowering, options, talk = prepared.lowering, request.options, request.talk
     parent = existing_parent(request.output)
     disk = measure_disk(prepared.checkpoint, parent, request.disk)

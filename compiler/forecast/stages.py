@@ -52,6 +52,8 @@ from ..walker.texts import SKETCHES
 from .answers import answer_slots, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
+CALIBRATING, PREDICTING = "calibrating and quantizing", "predicting what each unit costs"
+ANSWERING = "measuring the tasks"
 _FLOAT = 4
 _HALF = 2
 _USUAL_SHARE = 0.7
@@ -158,7 +160,7 @@ class SearchForecast:
     def _calibrating(self, memory: int, work: int) -> StageForecast:
         calibration, experts = self._texts.calibration.num_tokens, len(self._model.expert_keys())
         return StageForecast(
-            "calibrating and quantizing",
+            CALIBRATING,
             self._sweep_seconds() + work * self._disk.written_byte,
             memory,
             work,
@@ -247,7 +249,7 @@ class SearchForecast:
         about = "about " if is_loss and is_early else ""
         work += f"checkpoint and bundle on {about}{share * sum(held_out):,.0f} items, answers as long as the data's"
         seconds = seconds * sum(self._scales()) + self._reading_seconds()
-        return StageForecast("measuring the tasks", seconds, memory, disk, work)
+        return StageForecast(ANSWERING, seconds, memory, disk, work)
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
@@ -273,7 +275,7 @@ class SearchForecast:
         disk = _FLOAT * model.hidden_size * tokens * (model.num_layers + 1 + 2 * SKETCHES)
         text = f"{tokens:,} tokens, gradients and {len(specs)} formats"
         memory = gradients_bytes(model, tokens, self._texts.scored_tokens, specs, self._threads) + resident
-        return [StageForecast("predicting what each unit costs", seconds, memory, work + disk, text)]
+        return [StageForecast(PREDICTING, seconds, memory, work + disk, text)]
 
     def _writing(self, memory: int, disk: int) -> StageForecast:
         seconds = _dense_weights(self._model) * self._rates.rounded_weight + self._bundle * self._disk.written_byte

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from moec.evaluation.long_items import TRUNCATE
 from moec.evaluation.tasks import task_name
@@ -399,8 +399,13 @@ class Talk:
     note: takes a sentence.
     progress: opens a progress bar with a title, and returns its callback.
     published: takes the result once the bundle is in place, while an interrupted run can still be resumed.
+    forecast: takes the stages of a long compile before its work, and the option that brings it nearest to half the
+        time, with its seconds.
     """
 
     note: Callable[[str], None] = field(default=lambda sentence: None)
     progress: Callable[[str], Progress] = field(default=lambda title: lambda done, total: None)
     published: Callable[[CompileResult], None] = field(default=lambda result: None)
+    forecast: Callable[[Sequence[dict[str, Any]], tuple[str, float] | None], None] = field(
+        default=lambda stages, shorter: None
+    )

@@ -50,7 +50,7 @@ class CompileContext:
         """Opens the runtime on plans, on this machine or on workers."""
         prepared, request = self.prepared, self.prepared.request
         opens = request.open_runtime if self.cluster is None else self.cluster.open_runtime
-        return PlanBundles(request, prepared.lowering, prepared.runtime_bytes, opens)
+        return PlanBundles(request, prepared.lowering, prepared.runtime_bytes, opens, self.journal)
 
     @property
     def boundaries(self) -> Boundaries | None:

@@ -57,8 +57,9 @@ def measure(context: CompileContext) -> Measured:
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
     held_out = [] if texts is None else [len(answers.counts) for answers in texts.held_out.values()]
     trials = Trials(
-        walk, context.bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions, held_out
-    )
+        walk, context.bundles, store, task_data(prepared, texts), prepared.talk.progress("measuring the tasks"),
+        context.journal, context.decisions, held_out,
+    )  # fmt: skip
     if texts is not None and prepared.options.sensitivity == "exact":
         exact_progress = prepared.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)

@@ -7,6 +7,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from moec.manifests.errors import MoecError
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
@@ -33,6 +34,12 @@ class Disk(FileSystem):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             path.unlink()
+
+    def append(self, path: Path, size_bytes: int) -> BinaryIO:
+        """Open a file to write after its first bytes. The others are cut off. It is made if absent. Raises OSError."""
+        file = path.open("ab")
+        file.truncate(size_bytes)
+        return file
 
     def create(self, path: Path) -> StreamingFile:
         """Create a file that appears at `path` only when it is complete."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from .durable import Disk, StreamingFile, disk_errors
 Note = Callable[[str], None]
 JOURNAL_FORMAT = 6
 """Version of the stage results. It is raised when their content changes, so that an older journal is not read."""
+SYNC_EVERY_S = 10.0
+"""Seconds of records that a power failure may lose."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 8 << 20
 _KEY_CHARACTERS = 16
@@ -62,6 +65,59 @@ class StoredBytes:
         with disk_errors(self.path), self.path.open("rb") as file:
             file.seek(offset_bytes)
             return np.frombuffer(file.read(size_bytes), np.uint8)
+
+
+class Records:
+    """Results of the parts of a stage by name, for a stage whose repetition would take long.
+
+    Each record is a line with its own digest. It is appended as soon as it is known, and synced within SYNC_EVERY_S.
+    The first damaged line and all lines after it are dropped.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path, self._disk, self._values = path, disk, dict[str, Any]()
+        whole_bytes = 0
+        with disk_errors(path):
+            for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+                digest, _, data = line.partition(b" ")
+                if digest != _line_digest(data):
+                    break
+                name, value = json.loads(data)
+                self._values[name] = value
+                whole_bytes += len(line)
+            self._file = disk.append(path, whole_bytes)
+            try:
+                disk.sync_directory(path.parent)
+            except BaseException:
+                self._file.close()
+                raise
+        self._synced = time.monotonic()
+
+    def get(self, name: str) -> Any:
+        """Return the recorded JSON value, or None."""
+        return self._values.get(name)
+
+    def add(self, name: str, value: Any) -> None:
+        """Record a JSON value. Raises DiskFull or MoecError."""
+        data = json.dumps([name, value]).encode() + b"\n"
+        self._values[name] = value
+        with disk_errors(self._path):
+            self._disk.write(self._file, _line_digest(data) + b" " + data)
+            self._file.flush()
+            if time.monotonic() - self._synced > SYNC_EVERY_S:
+                self._disk.sync(self._file)
+                self._synced = time.monotonic()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with suppress(OSError):  # `add` has reported it
+            self._file.close()
+
+
+def _line_digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest()[:_KEY_CHARACTERS].encode()
 
 
 class Journal:
@@ -185,6 +241,10 @@ class Journal:
             return None
         self._note(f"`{path}` is damaged, so its stage runs again")
         return None
+
+    def records(self, stage: str) -> Records:
+        """Open the results of the parts of a stage. Raises DoesNotFit or MoecError."""
+        return Records(self._path(stage), self._disk)
 
     def forget(self, stage: str) -> None:
         """Remove the result of a stage that a later stage has replaced. Raises MoecError."""

@@ -92,7 +92,7 @@ def _taken_up(journal: Journal, folder: Path) -> str:
 
 
 def _nothing_there(folder: Path) -> str:
-    return f"`{folder}` holds no finished stage of these inputs and options: the compile starts anew"
+    return f"`{folder}` holds no finished stage of these inputs and options, by this version: the compile starts anew"
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def generate_many(
     prompts: Sequence[Sequence[int]],
     drafts: Sequence[Sequence[int]],
     limits: Sequence[int],
-    progress: Callable[[int, int], None] | None = None,
+    take: Callable[[int, list[int]], None] | None = None,
     stops: Sequence[Sequence[str]] | None = None,
     divides: bool = False,
 ) -> list[list[int]]:
@@ -112,7 +112,7 @@ def generate_many(
     drafts: one per prompt; empty for none. They are left out once most of their tokens proved wrong. Lossy modes ignore
         them: a pass that checks a draft decides as for a prompt.
     limits: most new tokens of each answer.
-    progress: called with the number of finished answers and of all answers.
+    take: called with the index and the tokens of each answer, as soon as it is finished.
     stops: texts that end each answer. The token that completes such a text is the last one.
     divides: have as many slots as these texts let fit, instead of those of the options.
     Raises ContextOverflow if a prompt does not fit.
@@ -134,7 +134,7 @@ def generate_many(
         if divides and engine.is_exact and waiting:
             longest = max(len(item.prompt) + item.limit for item in waiting)
             opened.enter_context(engine.divided_slots(min(longest, engine.memory.context)))
-        return _Answers(engine, prompts).run(waiting, progress)
+        return _Answers(engine, prompts).run(waiting, take)
 
 
 _SHARED_TOKENS = 16
@@ -162,15 +162,15 @@ class _Answers:
             self._shared = shared if shared >= _SHARED_TOKENS else 0
 
     def run(
-        self, waiting: list[RunningSequence], progress: Callable[[int, int], None] | None = None
+        self, waiting: list[RunningSequence], take: Callable[[int, list[int]], None] | None = None
     ) -> list[list[int]]:
         """Return the answers.
 
         waiting: sequences whose prompts were checked, the next one last. It becomes empty.
         """
-        engine, count = self._engine, len(waiting)
+        engine = self._engine
         results: list[list[int]] = [[] for _ in waiting]
-        free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
+        free, running = list(range(engine.options.slots)), list[RunningSequence]()
         while waiting or running:
             admitted = self._admit(waiting, free)
             if admitted:
@@ -181,11 +181,10 @@ class _Answers:
                 if item.is_finished:
                     results[item.index] = [token for token in item.produced if token not in self._ends.tokens]
                     free.append(item.slot)
-                    done += 1
+                    if take is not None:
+                        take(item.index, results[item.index])
                 else:
                     still.append(item)
-            if progress is not None and len(still) != len(running):
-                progress(done, count)
             running = still
             if running and not (waiting and len(free) * 2 >= engine.options.slots):
                 for item, token in zip(running, self._next_tokens(running), strict=True):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moec.cli.measuring.text_engines import bundle_engine, checkpoint_engine
 from moec.evaluation.data import load_items
-from moec.evaluation.engine import Generation, GenerationRequest, no_progress
+from moec.evaluation.engine import Generation, GenerationRequest, in_order
 from moec.evaluation.run import evaluate as evaluation
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import OptionError
@@ -79,10 +79,10 @@ def test_a_stop_text_ends_the_answers(checkpoint: Path) -> None:
     """A first run gives the text. The second run, with a stop text, ends early."""
     prompts = ["a lamp", "Question: how many?"]
     with checkpoint_engine(checkpoint, RuntimeOptions(slots=2)) as engine:
-        whole = engine.generate([GenerationRequest(prompt, None, 40) for prompt in prompts], no_progress)
+        whole = in_order(engine.generate, [GenerationRequest(prompt, None, 40) for prompt in prompts])
         stops = [found.text[3:6] for found in whole]
         requests = [GenerationRequest(p, None, 40, (stop,)) for p, stop in zip(prompts, stops, strict=True)]
-        for found, before, stop in zip(engine.generate(requests, no_progress), whole, stops, strict=True):
+        for found, before, stop in zip(in_order(engine.generate, requests), whole, stops, strict=True):
             assert found.tokens < before.tokens and before.text.startswith(found.text) and stop in found.text
 
 
@@ -326,7 +326,7 @@ def test_an_answer_that_ends_by_itself_is_not_cut(own_bundle: Path) -> None:
         with bundle_engine(own_bundle, RuntimeOptions()) as engine:
             request = GenerationRequest("ab", None, 6, stop)
             first = int(engine.forced_logits(engine.encode_pairs([("ab", "c")]))[0][0].argmax())
-            return engine.generate([request], no_progress)[0], first
+            return in_order(engine.generate, [request])[0], first
 
     cut, first = generation()
     assert cut.is_cut and cut.tokens == 6

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from moec.cli.measuring.text_engines import BundleEngine
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import GenerationRequest, in_order
 from moec.manifests.bundle import MANIFEST_NAME, TOKENIZER_NAME
 from moec.runtime import Engine, load
 from tests.cli.conftest import Invoke
@@ -177,15 +177,15 @@ def test_scores_and_answers_are_those_of_an_evaluation(runs: dict[str, dict[str,
         engine, right = BundleEngine(opened), 0
         for item, row in zip(asked, rows[:ITEMS], strict=True):
             prompt = f"Question: {item['question']}\nAnswer:"
-            scores = engine.answer_log_probs([(prompt, f" {each}") for each in item["choices"]], no_progress)
+            scores = in_order(engine.answer_log_probs, [(prompt, f" {each}") for each in item["choices"]])
             assert [each[0][0] for each in row["resps"]] == pytest.approx([-each.nll for each in scores], rel=1e-6)
             right += int(np.argmin([each.nll for each in scores])) == item["right"]
             requests = [GenerationRequest(prompt, f" {each}", 40) for each in item["choices"]]
-            starts = [answer.text for answer in engine.generate(requests, no_progress)]
+            starts = [answer.text for answer in in_order(engine.generate, requests)]
             greedy = [start.startswith(f" {each}") for start, each in zip(starts, item["choices"], strict=True)]
             assert [each[0][1] for each in row["resps"]] == greedy
         prompts = [f"Question: {item['question']}\nAnswer:" for item in asked]
-        answers = engine.generate([GenerationRequest(each, None, 24) for each in prompts], no_progress)
+        answers = in_order(engine.generate, [GenerationRequest(each, None, 24) for each in prompts])
     expected = [answer.text.partition("Question:")[0].partition("ros")[0] for answer in answers]
     assert [row["resps"] for row in rows[ITEMS:]] == [[[text]] for text in expected]
     assert any(text != answer.text for text, answer in zip(expected, answers, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,6 @@ from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.targets import Target
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.stages import planning
 from moec.compiler.stages.sweep import Sweep
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.torch_device import CPU, find_device
@@ -38,7 +38,7 @@ from moec.manifests.quant import QuantSpec
 from tests.accelerator.conftest import NO_GPU
 from tests.compiler.lowered import compile_texts_of, lowered, save_family, walked_logits
 from tests.compiler.other_device import OTHER, OtherMode, other_device
-from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_texts
+from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, make_request, names, save_texts
 from tests.tiny_switch import TINY_SWITCHES, TinySwitch, save_tiny_switch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,14 +181,31 @@ def test_options_that_another_device_does_not_serve_are_refused(model: Path, dat
 def test_a_device_without_memory_is_named_and_the_measurements_stay(
     model: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    """At any layer of any stage: of the sweep, of the gradients, and of the KL of plans. A resumed run goes on."""
+    little_memory(monkeypatch.setattr)
+    loads, load, full_at = list[int](), LoadedLayer.load, -1
+    options: dict[str, Any] = {"data": data, "tasks": ("perplexity",)}
 
-    monkeypatch.setattr(planning, "measure", full)
-    with pytest.raises(DoesNotFit, match="`cpu` has too little memory for a layer") as caught:
-        compile_tiny(model, tmp_path / "out", "kl", 0.1, data=data, tasks=("perplexity",))
-    assert "--resume" in str(caught.value.hint)
-    assert not (tmp_path / "out").exists() and (tmp_path / "out.work").is_dir()
+    def loading(slot: LoadedLayer, layer: int, *rest: Any) -> None:
+        loads.append(layer)
+        if len(loads) == full_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        load(slot, layer, *rest)
+
+    monkeypatch.setattr(LoadedLayer, "load", loading)
+    compile_tiny(model, tmp_path / "whole", "kl", 0.1, **options)
+    count = len(loads)
+    for number in (count, count // 2, 2, 1):
+        full_at = number
+        loads.clear()
+        with pytest.raises(DoesNotFit, match="`cpu` has too little memory for a layer") as caught:
+            compile_tiny(model, tmp_path / "out", "kl", 0.1, resume=True, **options)
+        assert "--resume" in str(caught.value.hint) and caught.value.exit_code == DoesNotFit.exit_code
+        assert names(tmp_path) == {"whole", "out.work"}
+        full_at = -1
+        compile_tiny(model, tmp_path / "out", "kl", 0.1, resume=True, **options)
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_gpu_measures_what_the_cpu_does(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
-from moec.manifests.progress import Progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Take
 
 Write = Callable[..., Path]
 
@@ -23,21 +22,18 @@ class TableEngine:
         self.requests: list[GenerationRequest] = []
         self.pairs: list[tuple[str, str]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
         self.requests.extend(requests)
-        made = []
-        for done, request in enumerate(requests, start=1):
+        for index, request in enumerate(requests):
             text = self.answers.get(request.prompt, "")
             words = text.split()
             is_cut = len(words) >= request.max_new_tokens
-            made.append(Generation(text, len(words), len(request.prompt.split()), is_cut))
-            progress(done, len(requests))
-        return made
+            take(index, Generation(text, len(words), len(request.prompt.split()), is_cut))
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         self.pairs.extend(pairs)
-        progress(len(pairs), len(pairs))
-        return [AnswerScore(*self.nll.get(answer, (1.0, 1))) for _, answer in pairs]
+        for index, (_, answer) in enumerate(pairs):
+            take(index, AnswerScore(*self.nll.get(answer, (1.0, 1))))
 
 
 @pytest.fixture

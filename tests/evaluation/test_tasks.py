@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from moec.evaluation.data import load_items
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Take
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import TASKS, find_task, infer_task
 from moec.evaluation.tasks.choices import choices_of
 from moec.manifests.errors import DataError, ExecutionError, OptionError
-from moec.manifests.progress import Progress
 
 
 def test_prompts_are_those_of_the_plan() -> None:
@@ -130,12 +129,13 @@ class Likes:
         self._nll = nll
         self.asked: list[tuple[str, str]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
         raise AssertionError("nothing is generated")
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         self.asked += pairs
-        return [AnswerScore(float(self._nll(answer)), len(answer)) for _, answer in pairs]
+        for index, (_, answer) in enumerate(pairs):
+            take(index, AnswerScore(float(self._nll(answer)), len(answer)))
 
 
 @pytest.mark.parametrize("name", ROWS)

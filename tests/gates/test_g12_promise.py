@@ -52,10 +52,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[
         def __init__(self, engine: Any) -> None:
             self._engine = engine
 
-        def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any) -> Any:
+        def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Any) -> None:
             if not is_certifying:
                 seen.update(prompt + answer for prompt, answer in pairs)
-            return self._engine.answer_log_probs(pairs, progress)
+            self._engine.answer_log_probs(pairs, take)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)

@@ -24,7 +24,7 @@ import torch
 
 from moec.compiler.request.plan import CompileResult
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.errors import MoecError
+from moec.manifests.errors import DiskFull
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, PowerCut
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_model, save_texts
 
@@ -32,7 +32,17 @@ pytestmark = pytest.mark.gate("G5")
 STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean up")
 OF_ALL_LAYERS = "temporary bundle"
 """Where memory holds the model, the certificate also runs the checkpoint, from a temporary bundle."""
-OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
+OPERATIONS = (
+    "open",
+    "append",
+    "write",
+    "sync",
+    "sync_file",
+    "sync_directory",
+    "rename",
+    "make_directory",
+    "remove_tree",
+)
 KILLED = 9
 WAYS = ("all layers stay", "little memory")
 """All layers stay in memory, or none stays between passes."""
@@ -195,8 +205,9 @@ def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old:
         folder.mkdir()
         if has_old:
             shutil.copytree(scene.old, folder / "out")
-        disk = FaultyDisk(tmp_path / f"attic-{number}", number, MODES[(at + has_old) % len(MODES)], seed=number)
-        with contextlib.suppress(MoecError, PowerCut):
+        mode = MODES[(at + has_old) % len(MODES)]
+        disk = FaultyDisk(tmp_path / f"attic-{number}", number, mode, seed=number)
+        with contextlib.suppress(PowerCut if mode == "power cut" else DiskFull):
             compile_here(folder, scene.model, scene.data, disk)
         # Without an old bundle the run is a few operations shorter than that of the sample.
         assert disk.has_failed or not has_old

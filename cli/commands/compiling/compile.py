@@ -368,7 +368,7 @@ def _request(
         fit_eviction=fit_to_texts if values["preset"] == "hobbit" else None,
         draw_card=draw_card,
         check_companions=companion_problems,
-        talk=Talk(log.note, log.progress, lambda result: write_beside(result, log)),
+        talk=Talk(log.note, log.progress, lambda result: write_beside(result, log), log.forecast),
         resume=values["resume"],
         measurements=values["measurements"],
         overwrite=values["overwrite"],

@@ -73,7 +73,7 @@ def generate_command(
     moec generate mixtral-moec --prompts questions.jsonl -o answers.jsonl --stop $'\\n\\n'
     moec generate mixtral-moec --prompts HumanEval.jsonl -o samples.jsonl --code --max-new-tokens 512
     """
-    from moec.evaluation.engine import GenerationRequest
+    from moec.evaluation.engine import GenerationRequest, in_order
     from moec.evaluation.text_files import read_jsonl
 
     from ...measuring.text_engines import bundle_engine
@@ -88,7 +88,7 @@ def generate_command(
         output.say(engine.engine.mode)
         say_mode_cost(bundle, engine.engine)
         with ProgressBar(f"{len(requests)} prompts") as progress:
-            generations = engine.generate(requests, progress)
+            generations = in_order(engine.generate, requests, progress)
         say_decisions(engine.engine)
     lines = []
     for (name, _), generation in zip(named_texts, generations, strict=True):

@@ -33,8 +33,9 @@ from moec.compiler.request.uniform import uniform_like
 from moec.compiler.stages.learning import SAMPLE_SHARE
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import Generation, TextEngine, no_progress
+from moec.evaluation.engine import Generation, TextEngine, in_order
 from moec.evaluation.statistics import (
     MIN_ITEMS,
     DistributionSummary,
@@ -82,10 +83,10 @@ class Coarse:
         self._weights: dict[Any, torch.Tensor] = {key: scale * reference.weight(key)}
         self.scored = 0
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any) -> Any:
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Any) -> None:
         self.scored += len(pairs)
         with self._reference.weights(self._weights):
-            return self._reference.answer_log_probs(pairs, progress)
+            self._reference.answer_log_probs(pairs, take)
 
     def forced_logits(self, pairs: Sequence[Any]) -> list[np.ndarray]:
         with self._reference.weights(self._weights):
@@ -107,9 +108,10 @@ class Solving:
     def __init__(self, is_right: Callable[[int], bool]) -> None:
         self._is_right = is_right
 
-    def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
-        numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
-        return [Generation(f"#### {n if self._is_right(n) else -1}", 1, 1) for n in numbers]
+    def generate(self, requests: Sequence[Any], take: Any) -> None:
+        for index, request in enumerate(requests):
+            number = int(request.prompt.split("#")[1].split()[0])
+            take(index, Generation(f"#### {number if self._is_right(number) else -1}", 1, 1))
 
 
 def solving(is_right: Callable[[int], bool]) -> TextEngine:
@@ -399,7 +401,8 @@ def test_a_certificate_that_fails_leaves_no_bundle(name: str, model: Path, texts
 
 def bundles_of(model: Path, output: Path, **values: Any) -> PlanBundles:
     request = make_request(model, output, "bits_per_weight", 4.0, **values)
-    return PlanBundles(request, lowered(model), MEMORY_BYTES, open_partial)
+    journal = Journal(output.parent.with_name(f"{output.parent.name}.work"), "one", Disk())
+    return PlanBundles(request, lowered(model), MEMORY_BYTES, open_partial, journal)
 
 
 @pytest.mark.parametrize("plan_only", [False, True])
@@ -409,12 +412,12 @@ def test_a_plan_answers_from_a_temporary_bundle(plan_only: bool, model: Path, tm
     plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, "rtn")
     plan, pairs = uniform_like(plain, QuantSpec(4, 32), "rtn"), [("a pen", " and a lamp"), ("the box", " near a pen")]
     with bundles.opened(plan, UnitStore(bundles.lowering, "rtn")) as engine:
-        scores = engine.answer_log_probs(pairs, no_progress)
+        scores = in_order(engine.answer_log_probs, pairs)
         assert names(tmp_path) == (set() if plan_only else {"out.work-trial.partial"})
     assert names(tmp_path) == set()
     compile_tiny(model, tmp_path / "flat", "uniform", 4, symmetric=False, group_sizes=(32,), dense_bits=16)
     with cast(AbstractContextManager[Any], open_partial(tmp_path / "flat")) as engine:
-        assert engine.answer_log_probs(pairs, no_progress) == scores
+        assert in_order(engine.answer_log_probs, pairs) == scores
 
 
 def test_temporary_bundles_take_the_place_of_nothing_and_are_cleared(model: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from moec.compiler.walker.texts import AnswerTexts, TokenTexts, length_batches, 
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import in_parts, workers
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import GenerationRequest, in_order, no_progress
 from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -171,8 +171,8 @@ def test_the_runtime_certifies_the_same(folder: Path, bundle: Path, count: int, 
     requests = [GenerationRequest(prompt, None, 5) for prompt, _ in pairs]
     there = RemoteEngine(PoolHere(folder, count, threads), bundle)
     with cast(AbstractContextManager[Any], open_partial(bundle)) as here:
-        assert there.generate(requests, no_progress) == here.generate(requests, no_progress)
-        assert there.answer_log_probs(pairs, no_progress) == here.answer_log_probs(pairs, no_progress)
+        assert in_order(there.generate, requests) == in_order(here.generate, requests)
+        assert in_order(there.answer_log_probs, pairs) == in_order(here.answer_log_probs, pairs)
 
 
 def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
@@ -194,16 +194,16 @@ def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_pa
     expected = []
     for path in (bundle, other):
         with cast(AbstractContextManager[Any], open_partial(path)) as here:
-            expected.append(here.answer_log_probs(pairs, no_progress))
+            expected.append(in_order(here.answer_log_probs, pairs))
     for _ in range(2):
         for engine, scores in zip(engines, expected, strict=True):
-            assert engine.answer_log_probs(pairs, no_progress) == scores
+            assert in_order(engine.answer_log_probs, pairs) == scores
     assert sorted(size for _, size in opened) == [16 << 30] * 2 + [32 << 30] * 2 and not closed
     for engine in engines:
         for site in pool.sites:
             CloseBundle(engine.bundle.digest).run(site)
     assert sorted(closed) == sorted(size for _, size in opened)
-    assert engines[1].answer_log_probs(pairs, no_progress) == expected[1]
+    assert in_order(engines[1].answer_log_probs, pairs) == expected[1]
     assert len(opened) == 6, "what was closed is opened again"
     for site in pool.sites:
         site.close_engine(engines[1].bundle.digest)

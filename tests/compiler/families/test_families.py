@@ -18,7 +18,7 @@ from moec.cli.measuring.text_engines import bundle_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.preflight.preflight import preflight
 from moec.compiler.walker.loaded_layer import LoadedLayer
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import GenerationRequest, in_order
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from moec.manifests.model import PROJECTIONS, RelativeBiasSpec, UnitKey
 from moec.runtime.options.runtime import RuntimeOptions
@@ -281,7 +281,7 @@ def test_evaluations_stay_within_the_original_context(saved: Callable[[str], Pat
     with bundle_engine(emit_bundle(saved("phimoe"), tmp_path / "bundle"), RuntimeOptions()) as engine:
         assert len(engine.forced_logits([([5] * 64, [6] * 63)])) == 1
         with pytest.raises(ContextOverflow, match="expected 1 to 127"):
-            engine.generate([GenerationRequest("p" * 200, None, 1)], no_progress)
+            in_order(engine.generate, [GenerationRequest("p" * 200, None, 1)])
 
 
 def test_minicpm_ties_every_output_matrix(saved: Callable[[str], Path], tmp_path: Path) -> None:

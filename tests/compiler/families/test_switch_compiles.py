@@ -15,7 +15,7 @@ from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.walker.texts import divided_pairs
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import GenerationRequest, in_order
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import InputError
 from moec.runtime import load
@@ -77,7 +77,7 @@ def test_the_checkpoint_generates_what_transformers_generates(folder: Path) -> N
     with checkpoint_engine(folder, RuntimeOptions(slots=2)) as engine:
         for drafts in ([None] * 3, expected, [text[:4] + "x" for text in expected]):
             requests = [GenerationRequest(p, draft, 12) for p, draft in zip(prompts, drafts, strict=True)]
-            found = engine.generate(requests, no_progress)
+            found = in_order(engine.generate, requests)
             assert [generation.text for generation in found] == expected
             assert [generation.prompt_tokens for generation in found] == [len(ids) for ids in encoded]
 

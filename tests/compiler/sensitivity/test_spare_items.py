@@ -17,9 +17,8 @@ from moec.compiler.sensitivity.acceptance import PRECISION, is_clear, items_for_
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages import encode_texts
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import AnswerScore, TextEngine
+from moec.evaluation.engine import AnswerScore, Take, TextEngine
 from moec.evaluation.tasks import Item, find_task
-from moec.manifests.progress import Progress
 from tests.compiler.search.toy_search import BF16, toy_model
 from tests.compiler.sensitivity.test_trials import scripted_trials
 from tests.tiny_compile import compile_tiny, make_request, save_model, save_problems, save_texts
@@ -55,11 +54,11 @@ class NoisyTexts:
         counts = self.scored if store is None else self.opened_plans
         counts.append(0)
 
-        def scores(pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
-            numbers = [int("".join(pair).split("#")[1].split()[0]) for pair in pairs]
+        def scores(pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
             counts[-1] += len(pairs)
-            rises = [0.0 if store is None else self.rise[n] for n in numbers]
-            return [AnswerScore(20 * (2 + rise), 20) for rise in rises]
+            for index, pair in enumerate(pairs):
+                number = int("".join(pair).split("#")[1].split()[0])
+                take(index, AnswerScore(20 * (2 + (0.0 if store is None else self.rise[number])), 20))
 
         yield cast(TextEngine, SimpleNamespace(answer_log_probs=scores))
         self._open -= 1

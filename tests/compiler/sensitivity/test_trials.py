@@ -35,7 +35,7 @@ from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import Generation, GenerationRequest, TextEngine, no_progress
+from moec.evaluation.engine import Generation, GenerationRequest, Take, TextEngine, no_progress
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.statistics import divergence, log_softmax, summarise_divergence
 from moec.evaluation.tasks import find_task
@@ -101,8 +101,8 @@ class Scene:
     def bundles(self, output: Path) -> PlanBundles:
         """Return what writes temporary bundles next to an output."""
         request = replace(self.prepared.request, output=output)
-        no_journal = cast(Journal, None)
-        return CompileContext(replace(self.prepared, request=request), no_journal, no_journal, None).bundles
+        journal = open_journal(output.parent)
+        return CompileContext(replace(self.prepared, request=request), journal, journal, None).bundles
 
     def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
         journal = open_journal(folder, identity)
@@ -323,11 +323,12 @@ class ScriptedBundles:
     def opened(self, plan: CompilePlan, store: Any) -> Iterator[TextEngine]:
         yield cast(TextEngine, SimpleNamespace(generate=partial(self._answers, is_planned=store is not None)))
 
-    def _answers(self, requests: Sequence[GenerationRequest], progress: Progress, is_planned: bool) -> list[Generation]:
-        numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
+    def _answers(self, requests: Sequence[GenerationRequest], take: Take[Generation], is_planned: bool) -> None:
         self.generated += len(requests) if is_planned else 0
-        faults = [(is_planned and self._wrong[n]) or not self._right[n] for n in numbers]
-        return [Generation(f"#### {n + fault}", 3, 5) for n, fault in zip(numbers, faults, strict=True)]
+        for index, request in enumerate(requests):
+            number = int(request.prompt.split("#")[1].split()[0])
+            fault = (is_planned and self._wrong[number]) or not self._right[number]
+            take(index, Generation(f"#### {number + fault}", 3, 5))
 
 
 def scripted_trials(bundles: Any, folder: Path, *tasks: TaskData) -> Trials:

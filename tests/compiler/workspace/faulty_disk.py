@@ -78,6 +78,15 @@ class FaultyDisk(Disk):
         self._names[id(file)] = path
         return file
 
+    def append(self, path: Path, size_bytes: int) -> BinaryIO:
+        self._step("append")
+        if not path.exists():
+            self._changes.append(NameChange(path.parent, made=path))
+        file = super().append(path, size_bytes)
+        self._unsynced.setdefault(path, path.read_bytes())
+        self._names[id(file)] = path
+        return file
+
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         try:
             self._step("write")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
+from moec.compiler.workspace.journal import Journal, Records
 from moec.manifests.errors import MoecError, OptionError
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
@@ -180,4 +180,51 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, mode: Mode) -> No
         assert not set(again) & set(finished)
         if not disk.has_failed:
             assert number > 10
+            return
+
+
+def recorded(place: Path, disk: Disk | None = None, identity: str = "one") -> Records:
+    return open_journal(place, identity, disk).records("answers")
+
+
+def test_records_are_found_again_up_to_the_first_damage(tmp_path: Path) -> None:
+    for values in ({"a": ["one", 1], "b": ["two\n", 0.1]}, {"c": float("nan")}):
+        with recorded(tmp_path) as records:
+            for name, value in values.items():
+                records.add(name, value)
+    with recorded(tmp_path) as records:
+        assert (records.get("a"), records.get("b")) == (["one", 1], ["two\n", 0.1]) and records.get("c") != records
+        assert records.get("d") is None
+    with recorded(tmp_path, identity="two") as records:
+        assert records.get("a") is None
+    path = next(path for path in (tmp_path / "model.work").iterdir() if path.stat().st_size)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for cut in (lines[0] + lines[1][:-1], lines[0] + lines[1].replace(b"two", b"owt") + lines[2]):
+        path.write_bytes(cut)
+        for name in ("d", "e"):  # what follows the damage is written anew
+            with recorded(tmp_path) as records:
+                assert records.get("a") == ["one", 1] and records.get("b") is None and records.get("c") is None
+                records.add(name, name)
+        with recorded(tmp_path) as records:
+            assert (records.get("d"), records.get("e")) == ("d", "e")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_of_the_disk_damages_no_earlier_record(
+    tmp_path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.compiler.workspace.journal.SYNC_EVERY_S", -1.0)
+    for number, seed in faults(mode):
+        place = tmp_path / f"{number}-{seed}"
+        place.mkdir()
+        disk, known = FaultyDisk(tmp_path / "attic", number, mode, seed), list[str]()
+        with contextlib.suppress(MoecError, PowerCut), recorded(place, disk) as records:
+            for name in ("a", "b", "c"):
+                records.add(name, [name])
+                known.append(name)
+        with recorded(place) as records:
+            assert all(records.get(name) == [name] for name in known)
+            assert all(records.get(name) in (None, [name]) for name in ("a", "b", "c"))
+        if not disk.has_failed:
+            assert number > 8
             return
