@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from moec.evaluation.data import SplitData
 from moec.evaluation.long_items import TRUNCATE
 from moec.evaluation.tasks import TASKS
 from moec.manifests.bundle import BundleManifest
@@ -93,8 +92,8 @@ def opened_measurement(
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, talk.note)
-    _check_data(request, splits)
     prepared = with_fitted_items(Prepared(compiled, checkpoint, lowering, splits, shots, offered=offered))
+    _check_data(request, prepared)
     prepared = with_kept_layers(prepared)
     talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
@@ -187,11 +186,17 @@ def _as_compiled(options: CompileOptions, plain: Mapping[str, str]) -> CompileOp
     )
 
 
-def _check_data(request: BundleRequest, splits: tuple[SplitData, ...]) -> None:
-    """Refuse other data than the bundle was calibrated with."""
-    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != training_digest(splits):
+def _check_data(request: BundleRequest, prepared: Prepared) -> None:
+    """Refuse other data than that of the bundle's compile. An earlier version recorded the train items alone."""
+    calibration, options = request.manifest.calibration, request.manifest.options
+    recorded = options.get("data_sha256", prepared.options_plain()["data_sha256"])
+    if (
+        calibration is None
+        or calibration.data_sha256 != training_digest(prepared.splits)
+        or recorded != prepared.options_plain()["data_sha256"]
+    ):
         raise DataError(
-            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
+            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: its items differ",
             "name that data with `--data`",
         )
 

@@ -88,7 +88,7 @@ def is_loopback(host: str) -> bool:
 def read_key(path: Path) -> bytes:
     """Return the key in the first line of a file. Raises InputError."""
     try:
-        lines = read_input(path, _MAX_KEY_BYTES).splitlines()
+        lines = read_input(path, _MAX_KEY_BYTES, follow_links=True).splitlines()
     except UnreadableFile as error:
         raise InputError(f"`{path}` {error}", "write a key into it, like `openssl rand -hex 32` makes") from error
     key = lines[0].strip() if lines else b""

@@ -54,6 +54,7 @@ COMPANION_PATTERNS = (
 _PATTERNS = ("*.safetensors", INDEX_NAME, EARLY_LABEL_NAME, *COMPANION_PATTERNS)
 """Files of a model that are copied from a URL or a hub."""
 _READ_BYTES = 8 << 20
+_NO_CONFIG = "a Hugging Face model folder has one; is this one?"
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PACKED_DTYPES = {
@@ -231,7 +232,9 @@ def open_checkpoint(path: str) -> Checkpoint:
     * a dtype is not bfloat16, float16 or float32.
     """
     root, name = _locate(path)
-    config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")
+    inner = sorted([*root.glob(f"*/{CONFIG_NAME}"), *root.glob(f"snapshots/*/{CONFIG_NAME}")])
+    remedy = f"name the model folder, like `{inner[0].parent}`" if inner else _NO_CONFIG
+    config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, remedy)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",

@@ -87,6 +87,9 @@ def read_tensors(root: Path, may_lack: Callable[[str], bool] = lambda name: Fals
             f"`{root}` holds pickled weights only (`{pickles[0]}`), expected `{WEIGHTS_NAME}`",
             "load and save the model with transformers, which writes safetensors",
         )
+    for path in (root / WEIGHTS_NAME, root / INDEX_NAME):
+        if path.is_symlink():
+            raise CheckpointError(f"`{path}` is a link to a missing file", "download the model again")
     raise CheckpointError(
         f"`{root}` has neither `{WEIGHTS_NAME}` nor `{INDEX_NAME}`", "name a folder that holds safetensors weights"
     )

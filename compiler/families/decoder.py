@@ -182,7 +182,9 @@ def lower_family(
         model = _model_spec(checkpoint, settings, family, parts(settings))
     except ValueError as error:
         raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
-    settings.finish()
+    kinds = ["sliding_attention" if layer.attention.sliding_window else "full_attention" for layer in model.layers]
+    normalised = tuple({model.layers[index].experts.router.renormalize for index in model.expert_layers})
+    settings.finish({"layer_types": (kinds,), "norm_topk_prob": normalised})
     return lower_decoder(checkpoint, model, names)
 
 

@@ -45,7 +45,6 @@ def v3_parts(settings: Settings) -> DecoderParts:
     """Read the settings of DeepSeek-V3."""
     fixed(settings, "scoring_func", "sigmoid")
     fixed(settings, "topk_method", "noaux_tc")
-    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
     layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
     return DecoderParts(with_corrections(settings, NAMES, layers))

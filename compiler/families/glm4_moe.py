@@ -18,7 +18,6 @@ _ROTARY_SHARE = 0.5  # used if config.json has no `partial_rotary_factor`
 
 def parts(settings: Settings) -> DecoderParts:
     """Read the settings of this family."""
-    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = attention_of(
         settings,
         rope_share=_ROTARY_SHARE,

@@ -44,7 +44,6 @@ def qwen2_parts(settings: Settings) -> DecoderParts:
 def qwen3_parts(settings: Settings) -> DecoderParts:
     """Read the settings of Qwen3-MoE."""
     window = settings.optional_integer("sliding_window") or 0
-    settings.passed_over("max_window_layers")  # transformers' model does not read it
     fixed(settings, "use_qk_norm", True)
     attention = attention_of(
         settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moec.manifests.bundle import TOKENIZER_NAME
@@ -26,12 +27,12 @@ _HARMLESS = (
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix "
     "tf_legacy_loss hidden_dropout hidden_dropout_prob embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
     "router_z_loss_coef aux_loss_alpha seq_aux ep_size pretraining_tp attn_implementation num_nextn_predict_layers "
-    "num_mtp_layers"
+    "num_mtp_layers max_window_layers transformers.js_config"
 )
 HARMLESS_KEYS = frozenset(_HARMLESS.split())
 TOOL_PREFIXES = ("_", "unsloth_")
 """Beginnings of keys that transformers and training tools write for themselves."""
-# Keys that may have only these values in a family that does not read them: a relative's key that is switched off.
+# Keys that may have only these values, or null, in a family that does not read them: switched off.
 FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
@@ -40,7 +41,7 @@ FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "partial_rotary_factor": (1, None),
+    "partial_rotary_factor": (1,),
     "quantization_config": (None,),
     "auto_map": (None, {}),
     "qkv_bias": (False,),
@@ -57,13 +58,13 @@ FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
     "decoder_sparse_step": (1,),
     "moe_layer_freq": (1,),
-    "shared_expert_intermediate_size": (0, None),
-    "n_shared_experts": (0, None),
-    "num_shared_experts": (0, None),
-    "moe_num_shared_experts": (0, None),
-    "n_group": (1, None),
-    "topk_group": (1, None),
-    "routed_scaling_factor": (1, None),
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "moe_num_shared_experts": (0,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1,),
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
     "logits_scaling": (1,),
@@ -198,12 +199,16 @@ class Settings:
             )
         return tuple(dict.fromkeys(tokens))
 
-    def finish(self) -> None:
-        """Reject keys that were not read, unless they are harmless, null, switched off or of a tool. Call it last."""
-        for key, values in FIXED_KEYS.items():
-            if key in self._config and key not in self._read and self._config[key] not in values:
+    def finish(self, of_family: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
+        """Reject keys that were not read, unless they are harmless, null, switched off or of a tool. Call it last.
+
+        of_family: keys that may have only these values, because the family computes nothing else.
+        """
+        fixed = {**FIXED_KEYS, **of_family}
+        for key, values in fixed.items():
+            if key in self._config and key not in self._read and self._config[key] not in (*values, None):
                 self.fail(key, f"`{values[0]}`", "compile a checkpoint without it")
-        known = HARMLESS_KEYS | FIXED_KEYS.keys() | self._read
+        known = HARMLESS_KEYS | fixed.keys() | self._read
         unknown = sorted(
             key
             for key, value in self._config.items()

@@ -20,7 +20,6 @@ from moec.manifests.quant import QuantSpec
 from moec.profiles.device_json import encode_device
 
 from ..bundle.emit import producer
-from ..calibration.collect import training_digest
 from ..request.plan import CompilePlan, CompileResult
 from ..request.request import CompileRequest
 from ..workspace.journal import Journal
@@ -83,13 +82,12 @@ def complete_earlier_run(prepared: Prepared) -> CompileResult | None:
 
 
 def _is_result(manifest: BundleManifest, quality: Any, prepared: Prepared) -> bool:
-    """Return whether a bundle records the checkpoint, training items, options and device of a compile."""
-    request, calibration = prepared.request, manifest.calibration
+    """Return whether a bundle records the checkpoint, items, options and device of a compile."""
+    request = prepared.request
     files = {file.name: file.sha256 for file in prepared.checkpoint.source_files()}
     return (
         (manifest.producer, dict(manifest.options)) == (producer(), prepared.options_plain())
         and (manifest.device.profile, manifest.device.profile_sha256) == (request.profile.name, request.profile.sha256)
-        and (calibration and calibration.data_sha256) == (training_digest(prepared.splits) if prepared.splits else None)
         and {file.name: file.sha256 for file in manifest.source.files} == files
         and isinstance(quality, dict)
         and bool(quality.get("modes")) == (request.measure_modes is not None)

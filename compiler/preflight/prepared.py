@@ -135,8 +135,12 @@ class Prepared:
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
     def options_plain(self) -> dict[str, str]:
-        """Return the options that decide the bytes as text, for the manifest. A popularity file is its digest."""
-        return {**self.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
+        """Return what decides the bytes as text, for the manifest. Items and a popularity file are digests."""
+        digests = {} if self.use is None else {"popularity": self.use.sha256}
+        if self.splits:
+            items = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
+            digests["data_sha256"] = hashlib.sha256(canonical_json(items)).hexdigest()
+        return {**self.options.to_plain(), **digests}
 
     def identity(self) -> str:
         """Return a digest of everything that a search depends on: measurements, target, devices, what is compared."""
@@ -156,11 +160,10 @@ class Prepared:
         return self._digest_with({**options, "target": kind, "prunes": str(self.prunes).lower()})
 
     def _digest_with(self, options: Mapping[str, str]) -> str:
-        data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         formats = [str(spec) for spec in self.stored_specs]
         limits = asdict(self.kept_layers.texts)
-        plain = [producer(), JOURNAL_FORMAT, files, dict(options), data, formats, limits]
+        plain = [producer(), JOURNAL_FORMAT, files, dict(options), formats, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 

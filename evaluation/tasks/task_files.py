@@ -50,7 +50,7 @@ def read_task_file(path: Path, trusts_code: bool = False) -> Task:
     Raises InputError with file, key and remedy; OptionError for its metric.
     """
     try:
-        data = read_input(path, MAX_TOML_BYTES)
+        data = read_input(path, MAX_TOML_BYTES, follow_links=True)
     except UnreadableFile as error:
         raise InputError(f"`{path}` {error}", f"give a task file; {_SEE}") from error
     if not _NAME.fullmatch(path.stem):

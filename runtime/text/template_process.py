@@ -155,7 +155,7 @@ class PromptRenderer(_TemplateProcess):
 
     def __init__(self, path: Path) -> None:
         try:
-            self.content = read_input(path, MAX_TEMPLATE_FILE_BYTES)
+            self.content = read_input(path, MAX_TEMPLATE_FILE_BYTES, follow_links=True)
             self.content.decode()
         except (UnreadableFile, UnicodeDecodeError) as error:
             reason = error if isinstance(error, UnreadableFile) else f"is not UTF-8 at byte {error.start}"

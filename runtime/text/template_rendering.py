@@ -72,7 +72,7 @@ class Source:
             return "no-json", _reason(error)
         self._settings = settings if isinstance(settings, dict) else {}
         if self._template is not None:
-            source: Any = self._template.decode("utf-8", errors="replace")
+            source: Any = self._template.decode("utf-8")
         else:
             source = self._settings.get("chat_template")
             if isinstance(source, list):  # several named templates

@@ -210,6 +210,14 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     for more in (("--limit", "3"), ("--modes", "dynamic-precision"), ("--comparisons",)):
         other = invoke(*arguments, "--resume", *more)
         assert other.exit_code == 1 and "error: `out` exists" in other.stderr, (more, other.stderr)
+    for split in ("train", "validation", "test"):
+        with (folder / "texts" / f"{split}.jsonl").open("r+") as file:
+            end = len(file.read())
+            file.write('{"text": "another lamp"}\n')
+            file.flush()
+            other = invoke(*arguments, "--resume")
+            assert other.exit_code == 1 and "error: `out` exists" in other.stderr, (split, other.stderr)
+            file.truncate(end)
     assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}
 
 

@@ -20,6 +20,8 @@ from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
 from moec.manifests.errors import InputError
 from moec.manifests.files.implied_names import check_implied
+from moec.runtime.tuning.mode_records import check_record, write_record
+from moec.runtime.tuning.tune_file import Tuning, check_tuning, write_tuning
 from tests.tiny_compile import contents, names, save_model
 
 from .conftest import Invoke
@@ -307,3 +309,38 @@ def test_files_of_earlier_versions_are_replaced_and_those_of_others_stay(name: s
             check_implied(tmp_path / "file", mark)
     else:
         check_implied(tmp_path / "file", mark)
+
+
+NEXT_TO = {
+    ".tune.json": (check_tuning, lambda bundle: write_tuning(bundle, Tuning("m", "s", "b", 1, {})), "machine"),
+    ".modes.json": (check_record, lambda bundle: write_record(bundle, {"task": "t", "rows": []}), "bundle"),
+}
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("kind", ["earlier", "another", "empty", "link to an earlier one", "link to nothing", "folder"])
+@pytest.mark.parametrize("suffix", NEXT_TO)
+def test_files_next_to_a_bundle_replace_those_of_earlier_versions_alone(
+    suffix: str, kind: str, example: Path, tmp_path: Path
+) -> None:
+    check, write, name = NEXT_TO[suffix]
+    place, other = tmp_path / f"bundle{suffix}", tmp_path / "other"
+    earlier = json.dumps({"format_version": 1, name: "0" * 64, "rows": []}, indent=1) + "\n"
+    content = {"another": '{"format_version": 1, "owner": "me"}', "empty": ""}.get(kind, earlier)
+    other.write_text(earlier)
+    if kind.startswith("link"):
+        place.symlink_to("nothing" if kind == "link to nothing" else other.name)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.write_text(content)
+    if kind == "earlier":
+        check(example)
+        assert write(example) == place and place.read_text() != earlier
+        return
+    for work in (check, write):
+        with pytest.raises(InputError, match="so it is not replaced"):
+            work(example)
+    assert place.is_symlink() == kind.startswith("link") and other.read_text() == earlier
+    assert not place.is_file() or place.is_symlink() or place.read_text() == content
+    assert names(tmp_path) == {"bundle", place.name, "other"}

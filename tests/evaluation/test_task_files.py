@@ -78,6 +78,8 @@ def test_the_content_of_a_file_is_part_of_the_identity(tmp_path: Path) -> None:
     assert items_sha256(one, ROWS) != items_sha256(other, ROWS)
     assert one.settings.keys() == {"task_file_sha256"} and all(not task.settings for task in TASKS.values())
     assert (task_name(save(tmp_path, SUMS)), task_name("gsm8k")) == ("sums", "gsm8k")
+    (tmp_path / "link.toml").symlink_to("sums.toml")  # as in the cache of a hub
+    assert find_task(str(tmp_path / "link.toml")).settings == find_task(str(tmp_path / "sums.toml")).settings
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Seeds of command lines: names of bundles and files that no system has, extreme values of options, and input files.
 
-Input files stand next to a bundle: task files, device profiles, and data of tasks.
+Input files stand next to a bundle: task files, device profiles, data of tasks, and model folders.
 """
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def _write(files: dict[str, bytes], bundle: Path) -> None:
         bundle.with_name(name).write_bytes(content)
 
 
+def _in_cache(files: dict[str, bytes], bundle: Path) -> None:
+    """Write files as the cache of a hub holds them: links in `snapshots` to files in `blobs`."""
+    blobs, snapshot = bundle.with_name("cache") / "blobs", bundle.with_name("cache") / "snapshots" / "0"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for at, (name, content) in enumerate(files.items()):
+        (blobs / str(at)).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{at}")
+
+
 def _task(name: str, content: bytes, codes: frozenset[int] = TASK_REFUSED) -> Seed:
     arguments = ("eval", "{bundle}", "--data", "{bundle}/../rows.jsonl", "--task", "{bundle}/../words.toml")
     return Seed(f"task file: {name}", arguments, codes, partial(_write, {"rows.jsonl": ROW, "words.toml": content}))
@@ -101,5 +112,43 @@ INPUTS = (
     _profile("30,000 parts of a key", DEEP),
     _profile("a number of 5,000 digits", b"threads = " + b"9" * 5000),
 )
+SNAPSHOT = "{bundle}/../cache/snapshots/0"
+LISTS = b"[" + b"[]," * 2_000_000 + b"[]]"
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+MORE_SIZES = ("num_local_experts", "num_experts_per_tok", "vocab_size", "max_position_embeddings", "head_dim")
+FIXED = {"model_type": "mixtral", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+CONFIG = json.dumps({**FIXED, **dict.fromkeys(SIZES + MORE_SIZES, 2)}).encode()
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MODEL = {"config.json": CONFIG, "model.safetensors": b"\2\0\0\0\0\0\0\0{}"}
+COMPILE = ("compile", SNAPSHOT, "--uniform", "4", "-o", "{work}/x")
 
-SEEDS: tuple[Seed, ...] = (*NAMES, *OPTIONS, *INPUTS)
+
+def _cached(name: str, arguments: tuple[str, ...], files: dict[str, bytes]) -> Seed:
+    return Seed(f"cache of a hub: {name}", arguments, TASK_REFUSED, partial(_in_cache, files))
+
+
+def _cached_data(name: str, content: bytes) -> Seed:
+    arguments = ("eval", "{bundle}", "--task", "perplexity", "--data", SNAPSHOT)
+    return _cached(f"data {name}", arguments, {f"test{name}": content})
+
+
+CACHED = (
+    _cached(
+        "a task file",
+        ("eval", "{bundle}", "--task", f"{SNAPSHOT}/words.toml", "--data", f"{SNAPSHOT}/rows.jsonl"),
+        {"words.toml": DEEP, "rows.jsonl": ROW},
+    ),
+    _cached("a profile", (*COMPILE[:-2], "--device", f"{SNAPSHOT}/board.toml"), {**MODEL, "board.toml": DEEP}),
+    *(
+        _cached(name, COMPILE, {**MODEL, name: LISTS})
+        for name in ("config.json", "generation_config.json", *COMPANIONS)
+    ),
+    _cached("an index", COMPILE, {"config.json": CONFIG, "model.safetensors.index.json": LISTS}),
+    _cached("a header", COMPILE, {**MODEL, "model.safetensors": len(LISTS).to_bytes(8, "little") + LISTS}),
+    _cached_data(".json", LISTS),
+    _cached_data(".jsonl", b'{"text": ' + b"[" * 100_000),
+    _cached_data(".csv", b"a," * 1_000_000),
+    _cached_data(".parquet", b"PAR1" * 100_000),
+)
+
+SEEDS: tuple[Seed, ...] = (*NAMES, *OPTIONS, *INPUTS, *CACHED)

@@ -10,6 +10,7 @@ import pytest
 
 from moec.manifests.thinking import ThinkingSplitter
 from moec.runtime import Engine, load
+from moec.serving.api.endpoints.chat import read_messages
 from moec.serving.api.fields import MAX_ANSWERS
 from tests.listed_file import add_listed
 from tests.serving.conftest import CONTEXT
@@ -54,6 +55,14 @@ def test_parts_and_roles(server: LiveServer, engine: Engine) -> None:
     ]
     found = server.post(PATH, {**GREEDY, "messages": history}).json
     assert found["choices"][0]["message"]["content"] == expected(engine, "[user] hi[assistant] yo[user] on!")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_thought_that_comes_back_is_handed_to_the_template(name: str) -> None:
+    given = {"role": "assistant", "content": "yo", name: "hm", "reasoning_details": [{"type": "reasoning.text"}]}
+    marked = {"timestamp": 1764460800, "cache_control": {"type": "ephemeral"}}
+    (message,) = read_messages([{**given, **marked}])
+    assert message == {"role": "assistant", "content": "yo", "reasoning_content": "hm"}
 
 
 def text_of(data: bytes) -> str:

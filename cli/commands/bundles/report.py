@@ -86,7 +86,7 @@ def report_command(
     curves = []
     for path in curve_paths:
         try:
-            curves += read_curves(read_input(Path(path), CURVE_JSON.size_bytes), path)
+            curves += read_curves(read_input(Path(path), CURVE_JSON.size_bytes, follow_links=True), path)
         except UnreadableFile as error:
             raise InputError(f"`{path}` {error}", "give the JSON file that `moec compile --sweep` writes") from error
     with open_bundle(folder) as opened:

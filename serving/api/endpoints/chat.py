@@ -259,14 +259,15 @@ def read_message(given: Any, place: str, takes_tools: bool = False) -> dict[str,
         if name is not None:
             message["name"] = name
     message["content"] = message_text(content, f"{place}.content")
-    thought = fields.take("reasoning_content")
+    thought = fields.take("reasoning_content") or fields.take("reasoning")  # the name of other servers
     if role == "assistant" and isinstance(thought, str) and thought:
         message["reasoning_content"] = thought
     for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
         fields.unsupported(name, *harmless)
     if role != "tool" and (name := fields.text("name", most=256)) is not None:
         message["name"] = name
-    fields.without_effect("id", "opts", "metadata", "provider_specific_fields")
+    fields.without_effect("id", "opts", "metadata", "provider_specific_fields", "reasoning", "reasoning_details")
+    fields.without_effect("timestamp", "cache_control")
     fields.end()
     return message
 

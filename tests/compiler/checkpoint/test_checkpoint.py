@@ -105,6 +105,22 @@ def test_damaged_folders(copy: Path, change: Callable[[Path], object], parts: li
     _refused(copy, *parts)
 
 
+def test_a_folder_around_the_model_names_the_model_folder(folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(folder, snapshot)
+    for place in (snapshot.parent, snapshot.parent.parent):
+        with pytest.raises(CheckpointError, match=r"no `config\.json` in") as caught:
+            open_checkpoint(str(place))
+        assert caught.value.hint == f"name the model folder, like `{snapshot}`"
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_NAME, INDEX_NAME])
+def test_weights_that_a_cache_has_lost_are_named(copy: Path, file: str) -> None:
+    (copy / WEIGHTS_NAME).unlink()
+    (copy / file).symlink_to("../../blobs/0123")
+    _refused(copy, f"{file}` is a link to a missing file", "download the model again")
+
+
 def test_pickled_weights_are_refused(copy: Path) -> None:
     (copy / WEIGHTS_NAME).rename(copy / "pytorch_model.bin")
     _refused(copy, "pickled weights only (`pytorch_model.bin`)", "safetensors")

@@ -366,6 +366,8 @@ def test_a_published_config_is_accepted_and_counted(entry: dict[str, Any], tmp_p
         {"shared_expert_intermediate_size": 0, "use_bias": False, "n_group": 1, "routed_scaling_factor": 1.0},
         {"some_future_key": None},
         {"hidden_dropout": 0.1, "pretraining_tp": 1, "num_nextn_predict_layers": 1},
+        {"norm_topk_prob": True, "layer_types": ["full_attention"] * 32, "use_qk_norm": None},
+        {"use_sliding_window": False, "max_window_layers": 28, "transformers.js_config": {"dtype": "q4"}},
     ],
 )
 def test_keys_without_effect_pass(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -381,6 +383,9 @@ def test_keys_without_effect_pass(changes: dict[str, Any], tmp_path: Path) -> No
         ({"routed_scaling_factor": 2.5}, "key `routed_scaling_factor`: expected `1`"),
         ({"final_logit_softcapping": 30.0}, "key `final_logit_softcapping`: expected `None`"),
         ({"some_future_key": False}, "unknown: some_future_key"),
+        ({"norm_topk_prob": False}, "key `norm_topk_prob`: expected `True`"),
+        ({"layer_types": ["sliding_attention"] * 32}, "key `layer_types`: expected `.'full_attention', "),
+        ({"layer_types": ["full_attention"] * 31}, "key `layer_types`: expected `.'full_attention', "),
     ],
 )
 def test_keys_that_could_change_the_computation_are_refused(

@@ -163,11 +163,13 @@ def test_a_sentencepiece_model_alone_has_its_remedy(copy: Path) -> None:
         ("generation_config.json", '{"do_sample": true, "top_p": 0.0}'),
         ("generation_config.json", '{"temperature": "0.7"}'),
         ("chat_template.jinja", "{% for m in messages %}{{ m }"),
+        ("chat_template.jinja", b"{{ messages[0]['content'] }} \xe9t\xe9"),
+        ("tokenizer_config.json", b'{"eos_token": "\xe9"}'),
         ("tokenizer_config.json", '{"eos_token": "</s>",}'),
     ],
 )
-def test_files_that_the_runtime_refuses_are_named(copy: Path, file: str, content: str) -> None:
-    (copy / file).write_text(content)
+def test_files_that_the_runtime_refuses_are_named(copy: Path, file: str, content: str | bytes) -> None:
+    (copy / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CheckpointError, match=file):
         preflight(lowered(copy), check_companions=companion_problems)
 

@@ -98,7 +98,8 @@ A:
 def test_fields_and_shots_are_filled_in(tmp_path: Path) -> None:
     path = tmp_path / "prompt.jinja"
     path.write_text(PROMPT_TEMPLATE)
-    with PromptRenderer(path) as renderer:
+    (tmp_path / "link.jinja").symlink_to(path.name)
+    with PromptRenderer(tmp_path / "link.jinja") as renderer:
         assert renderer.render(FIELDS) == "Q: {{ a }}?\nA: b\n\nQ: Who?\nA:"
         assert renderer.render({**FIELDS, "shots": []}) == "Q: Who?\nA:"
 
