@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, layer_ns, pass_ns, prefill_ns
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime import kernels
+from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes, expert_bytes
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line, mean_latency, measure_latency
 from moec.runtime.accelerator.placement import place_experts, working_bytes
-from moec.runtime.accelerator.planner import Action, ExpertLoad, pays_alone, plan_layer, schedule
+from moec.runtime.accelerator.planner import Action, ExpertLoad, Job, job_of, pays_alone, plan_layer, schedule
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
@@ -121,6 +123,10 @@ def test_several_experts_make_a_mean() -> None:
     assert mean_latency([TRUE, other]) == LatencyModel(2000, 500, 4000, 20, 1, 3, 1750, 6000)
 
 
+def jobs(loads: Sequence[ExpertLoad], latency: LatencyModel) -> list[Job]:
+    return [job_of(load, latency) for load in loads]
+
+
 times = st.floats(0, 1e7, allow_nan=False, width=32)
 latencies = st.builds(
     LatencyModel,
@@ -156,7 +162,7 @@ def test_the_planner_is_never_worse_than_the_cpu_alone_where_the_host_has_all(
     loads: list[ExpertLoad], latency: LatencyModel
 ) -> None:
     loads = [replace(load, is_in_host=True) for load in loads]
-    alone_ns = schedule([], loads, latency)[1]
+    alone_ns = schedule([], jobs(loads, latency), 0.0, COPY_SLOTS)[1]
     assert plan_layer(loads, latency, "auto").predicted_ns <= alone_ns * (1 + 1e-9)
 
 
@@ -234,7 +240,7 @@ def test_no_other_choice_of_copies_beats_the_planner_where_experts_have_one_size
     for size in range(len(missing) + 1):
         for copied in itertools.combinations(missing, size):
             own = [load for load in reversed(missing) if load not in copied]
-            least = min(least, schedule(copied, own, constant, device_ns)[1])
+            least = min(least, schedule(jobs(copied, constant), jobs(own, constant), device_ns, COPY_SLOTS)[1])
     assert plan_layer(loads, constant, "auto").predicted_ns <= 1.05 * least + 1e-6
 
 
@@ -260,7 +266,7 @@ def test_a_copy_waits_for_a_slot_while_the_processor_computes() -> None:
     latency = LatencyModel(10, 0, 0, 0, 0, 100 / SIZE)
     copies = [ExpertLoad(index, 9, SIZE, is_resident=False) for index in range(3)]
     own = [ExpertLoad(9 - index, 1, SIZE, is_resident=False) for index in range(2)]
-    order, end_ns = schedule(copies, own, latency, slots=2)
+    order, end_ns = schedule(jobs(copies, latency), jobs(own, latency), 0.0, 2)
     assert order == (0, 1, 9, 8, 2) and end_ns == 300
 
 
