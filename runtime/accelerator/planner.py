@@ -92,18 +92,13 @@ def expert_loads(
     return loads
 
 
-def plan_layer(
-    loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation, slots: int = COPY_SLOTS
-) -> LayerPlan:
-    """Plan the experts of one layer. No expert occurs twice.
-
-    slots: most copies on the device at once.
-    """
+def plan_layer(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation) -> LayerPlan:
+    """Plan the experts of one layer. No expert occurs twice."""
     ranked = sorted(
         loads, key=lambda load: (-load.tokens, load.size_bytes, load.is_resident, load.is_in_host, load.index)
     )
     kinds = tuple((load.tokens, load.size_bytes, load.is_resident, load.is_in_host) for load in ranked)
-    plan = _plan_kinds(kinds, latency, cooperation, slots)
+    plan = _plan_kinds(kinds, latency, cooperation)
     actions = {ranked[at].index: action for at, action in plan.actions.items()}
     return LayerPlan(actions, tuple(ranked[at].index for at in plan.order), plan.predicted_ns)
 
@@ -112,10 +107,10 @@ def plan_layer(
 # alike. Making a plan of eight experts takes 130 us, finding it in the cache 7 us.
 @lru_cache(maxsize=256)
 def _plan_kinds(
-    kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation, slots: int
+    kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation
 ) -> LayerPlan:
     """Return the plan of `plan_layer`, with experts named by their rank in `kinds`."""
-    layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency, slots)
+    layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency)
     if cooperation == "auto":
         return layer.plan(layer.best())
     if cooperation == "twiddler":
@@ -149,7 +144,7 @@ def job_of(load: ExpertLoad, latency: LatencyModel) -> Job:
 
 
 def schedule(
-    copies: Sequence[Job], computed: Sequence[Job], device_ns: float, slots: int, begun_ns: float = 0.0
+    copies: Sequence[Job], computed: Sequence[Job], device_ns: float, slots: int = COPY_SLOTS, begun_ns: float = 0.0
 ) -> tuple[tuple[int, ...], float]:
     """Return the order in which the CPU begins copies and computes experts, and the end time of the layer in ns.
 
@@ -203,8 +198,8 @@ class _Layer:
     movable: experts on the device and in host memory, most tokens first. The last ones are moved to the CPU.
     """
 
-    def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel, slots: int) -> None:
-        self._loads, self._latency, self._slots = loads, latency, slots
+    def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel) -> None:
+        self._loads, self._latency = loads, latency
         ranked = sorted(loads, key=lambda load: (-load.tokens, load.size_bytes, load.index))
         self._ranked = [(load, job_of(load, latency)) for load in ranked]
         self.missing = [job for load, job in self._ranked if not load.is_resident]
@@ -269,7 +264,7 @@ class _Layer:
             for load, job in reversed(self._ranked)
             if (job.expert in moved if load.is_resident else job.expert not in copied)
         ]
-        return _Split(frozenset(copied), frozenset(moved), *schedule(waiting, on_cpu, device_ns, self._slots, begun_ns))
+        return _Split(frozenset(copied), frozenset(moved), *schedule(waiting, on_cpu, device_ns, begun_ns=begun_ns))
 
     def plan(self, split: _Split) -> LayerPlan:
         """Return the plan of a split."""

@@ -57,25 +57,24 @@ def _own(expert: kernels.Expert) -> kernels.Expert:
 class SimulatedDevice:
     """A device of given latencies and memory.
 
-    slots: number of copies that it can hold at once.
 
     now_ns: time of the processor. `advance` lets it pass.
     """
 
     name, host_bytes, counts_all = "simulated", 0, False
 
-    def __init__(self, latency: LatencyModel, memory_bytes: int, slots: int = COPY_SLOTS) -> None:
-        self._latency, self._memory_bytes, self._slots = latency, memory_bytes, slots
+    def __init__(self, latency: LatencyModel, memory_bytes: int) -> None:
+        self._latency, self._memory_bytes = latency, memory_bytes
         self.now_ns = self._link_ns = self._device_ns = 0.0
         self._kept_bytes, self._largest_copy = 0, 0
-        self._ends = deque[float](maxlen=slots)
+        self._ends = deque[float](maxlen=COPY_SLOTS)
         self._rows: np.ndarray | None = None
         self._results: list[tuple[SimulatedExpert, np.ndarray, np.ndarray]] = []
 
     @property
     def used_bytes(self) -> int:
         """Bytes of resident experts and of the slots for copies."""
-        return self._kept_bytes + self._slots * self._largest_copy
+        return self._kept_bytes + COPY_SLOTS * self._largest_copy
 
     def clock_ns(self) -> int:
         """Return the time of the processor, for `measure_latency`."""
@@ -103,7 +102,7 @@ class SimulatedDevice:
         """Begin to copy an expert of which only the size is known. Raises MemoryBudgetExceeded."""
         self._largest_copy = max(self._largest_copy, size_bytes)
         self._check()
-        if len(self._ends) == self._slots:
+        if len(self._ends) == COPY_SLOTS:
             self.now_ns = max(self.now_ns, self._ends.popleft())
         self.now_ns += self._latency.staging_ns(size_bytes)
         self._link_ns = max(self._link_ns, self.now_ns) + self._latency.link_ns(size_bytes)

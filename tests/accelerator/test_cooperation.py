@@ -76,7 +76,7 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     budget = sum(sizes) // 3 + COPY_SLOTS * max(sizes)
     device = SimulatedDevice(EVEN, budget)
-    placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
+    placement = place_experts(sizes, range(0, len(sizes)), budget, 0, 0)
     residents = bring(device, placement, experts, storage)
     engine.model.accelerator = CooperativeExperts(
         device, experts, sizes, lambda index: False, placement, residents, {}, EVEN, cooperation

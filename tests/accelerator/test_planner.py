@@ -39,12 +39,12 @@ def test_what_is_placed_fits_and_nothing_more_popular_would_have(
 ) -> None:
     order = list(range(len(sizes)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    floor = 2 * max(sizes) + dense + 7
+    floor = COPY_SLOTS * max(sizes) + dense + 7
     if budget < floor:
         with pytest.raises(MemoryBudgetExceeded, match=f"floor of {floor} "):
-            place_experts(sizes, order, budget, 2, 7, dense)
+            place_experts(sizes, order, budget, 7, dense)
         return
-    found = place_experts(sizes, order, budget, 2, 7, dense)
+    found = place_experts(sizes, order, budget, 7, dense)
     assert found.resident_bytes == sum(sizes[index] for index in found.resident)
     assert found.fixed_bytes == floor and found.fixed_bytes + found.resident_bytes <= budget
     room = budget - floor
@@ -162,7 +162,7 @@ def test_the_planner_is_never_worse_than_the_cpu_alone_where_the_host_has_all(
     loads: list[ExpertLoad], latency: LatencyModel
 ) -> None:
     loads = [replace(load, is_in_host=True) for load in loads]
-    alone_ns = schedule([], jobs(loads, latency), 0.0, COPY_SLOTS)[1]
+    alone_ns = schedule([], jobs(loads, latency), 0.0)[1]
     assert plan_layer(loads, latency, "auto").predicted_ns <= alone_ns * (1 + 1e-9)
 
 
@@ -240,7 +240,7 @@ def test_no_other_choice_of_copies_beats_the_planner_where_experts_have_one_size
     for size in range(len(missing) + 1):
         for copied in itertools.combinations(missing, size):
             own = [load for load in reversed(missing) if load not in copied]
-            least = min(least, schedule(jobs(copied, constant), jobs(own, constant), device_ns, COPY_SLOTS)[1])
+            least = min(least, schedule(jobs(copied, constant), jobs(own, constant), device_ns)[1])
     assert plan_layer(loads, constant, "auto").predicted_ns <= 1.05 * least + 1e-6
 
 
