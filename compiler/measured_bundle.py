@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from moec.evaluation.data import SplitData
 from moec.evaluation.long_items import TRUNCATE
 from moec.evaluation.tasks import TASKS
 from moec.manifests.bundle import BundleManifest
@@ -23,7 +22,7 @@ from moec.profiles.device import DeviceProfile
 from .bundle.plan_bundles import clear_trials
 from .calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from .calibration.collect import training_digest
-from .checkpoint.checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.checkpoint import open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
 from .preflight.preparation import with_fitted_items, with_kept_layers
@@ -93,11 +92,24 @@ def opened_measurement(
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, talk.note)
-    _check_data(request, splits)
+    # Refuse other data than the bundle was calibrated with.
+    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != training_digest(splits):
+        raise DataError(
+            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
+            "name that data with `--data`",
+        )
     prepared = with_fitted_items(Prepared(compiled, checkpoint, lowering, splits, shots, offered=offered))
     prepared = with_kept_layers(prepared)
     talk.note("hashing the checkpoint")
-    _check_source(request, checkpoint)
+    # Refuse another checkpoint than the bundle's.
+    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
+    present = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
+    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
+            "name that checkpoint with `--model`",
+        )
     plan, disk = plan_of(request.manifest), compiled.disk
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
     with hold_measurements(request.measurements, disk, talk.note), hold_output(output, disk, talk.note):
@@ -185,27 +197,6 @@ def _as_compiled(options: CompileOptions, plain: Mapping[str, str]) -> CompileOp
         path_keys=cast("PathKeys", plain.get("path_keys", DEFAULT_PATH_KEYS)),
         torch_device=plain.get("torch_device", DEFAULT_TORCH_DEVICE),
     )
-
-
-def _check_data(request: BundleRequest, splits: tuple[SplitData, ...]) -> None:
-    """Refuse other data than the bundle was calibrated with."""
-    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != training_digest(splits):
-        raise DataError(
-            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
-            "name that data with `--data`",
-        )
-
-
-def _check_source(request: BundleRequest, checkpoint: Checkpoint) -> None:
-    """Refuse another checkpoint than the bundle's."""
-    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
-    present = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
-    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
-    if wrong:
-        raise CheckpointError(
-            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
-            "name that checkpoint with `--model`",
-        )
 
 
 COMPARISON_SUFFIX = ".comparison"

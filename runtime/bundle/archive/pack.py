@@ -74,14 +74,23 @@ def pack_bundle(
     with file_errors(archive), open_bundle(bundle) as opened:
         raw_manifest = opened.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
         members = members_of(opened.manifest, len(raw_manifest))
-        _check_target(bundle, archive, overwrite)
+        if archive.is_dir() or (os.path.lexists(archive) and not overwrite):
+            raise OptionError(f"`{archive}` exists", "choose another file or remove it")
+        if archive.parent.resolve() == bundle.resolve():
+            raise OptionError(f"`{archive}` lies inside the bundle", "choose a file outside it")
         count = sum(member.chunk_count(chunk_bytes) for member in members)
         if count > MAX_CHUNKS:
             raise OptionError(f"`{bundle}` takes {count} chunks, an archive holds {MAX_CHUNKS}", "use larger chunks")
         total = sum(member.size_bytes for member in members)
         unfinished = encode_unfinished(chunk_bytes, raw_manifest, count)
         partial = archive.with_name(archive.name + PARTIAL_SUFFIX)
-        file = _open_unfinished(partial)
+        # Open the unfinished archive, new or left by a killed run.
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if not is_file or os.pread(descriptor, len(MAGIC), 0) not in (b"", MAGIC, UNFINISHED_MAGIC):
+            os.close(descriptor)
+            raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
+        file = os.fdopen(descriptor, "r+b")
         try:
             with file:
                 there = os.fstat(file.fileno()).st_size
@@ -95,26 +104,6 @@ def pack_bundle(
             partial.unlink(missing_ok=True)
             raise
     return packer.kept_bytes
-
-
-def _check_target(bundle: Path, archive: Path, overwrite: bool) -> None:
-    if archive.is_dir() or (os.path.lexists(archive) and not overwrite):
-        raise OptionError(f"`{archive}` exists", "choose another file or remove it")
-    if archive.parent.resolve() == bundle.resolve():
-        raise OptionError(f"`{archive}` lies inside the bundle", "choose a file outside it")
-
-
-def _open_unfinished(partial: Path) -> BinaryIO:
-    """Open the unfinished archive, new or left by a killed run.
-
-    Raises OptionError if the file is something else. Raises OSError.
-    """
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    if not is_file or os.pread(descriptor, len(MAGIC), 0) not in (b"", MAGIC, UNFINISHED_MAGIC):
-        os.close(descriptor)
-        raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
-    return os.fdopen(descriptor, "r+b")
 
 
 class _Packer:
