@@ -26,8 +26,8 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from moec.runtime.storage.read_storage import open_storage
+from tests.accelerator.simulated_device import SimulatedDevice
 from tests.kernels.products import expert_of
 
 
@@ -99,13 +99,13 @@ def test_too_little_for_a_line_is_refused(tokens: tuple[int, ...], times_ns: tup
 
 
 def test_a_device_of_known_latencies_is_measured_back() -> None:
-    device = SimulatedDevice(TRUE, 1 << 30)
+    device = SimulatedDevice(TRUE)
     expert, _ = expert_of(96, 64, ("q4g32",) * 3)
 
     def on_cpu(expert: kernels.Expert, x: np.ndarray, *rest: np.ndarray) -> None:
-        device.advance(TRUE.cpu_ns(len(x)))
+        device.clock.now_ns += TRUE.cpu_ns(len(x))
 
-    found = measure_latency(device, expert, device.clock_ns, on_cpu)
+    found = measure_latency(device, expert, lambda: round(device.clock.now_ns), on_cpu)
     assert found.to_plain() == pytest.approx(TRUE.to_plain(), rel=1e-6)
 
 
@@ -297,14 +297,3 @@ def test_the_cpu_alone_takes_what_the_latencies_say() -> None:
     assert found == pytest.approx(11 + 3 * (7 + 5 + LATENCY.cpu_ns(5)))
     assert pass_ns(one, LATENCY, residents, "planner", 5, 0) == pytest.approx(11 + 3 * (12 + LATENCY.device_ns(5)))
     assert decode_ns(one, LATENCY, residents, "CPU only", 5, steps=3) == pytest.approx(found)
-
-
-def test_a_simulated_device_has_a_memory() -> None:
-    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
-    device = SimulatedDevice(LATENCY, 15_000)
-    device.keep(expert)
-    assert 0 < device.used_bytes <= 15_000
-    with pytest.raises(MemoryBudgetExceeded, match="simulated device has 15000 bytes"):
-        device.keep(expert)
-    device.close()
-    assert device.used_bytes == 0

@@ -203,9 +203,9 @@ def test_channels_are_apart(tmp_path: Path, boards: list[Path]) -> None:
 def test_the_version_that_devices_need(tmp_path: Path, boards: list[Path], phone: Path) -> None:
     assert set(LEAST_MOEC) == set(FORMAT_VERSIONS), "a new format needs an entry"
     store = tmp_path / "store"
-    assert push(store, boards[0], minimum_moec="0.10").channel.minimum_moec == "0.10"
-    assert push(store, phone).channel.minimum_moec == "0.10", "the bundle that stays needs it"
-    assert push(store, phone, boards[0]).channel.minimum_moec == LEAST_MOEC[1]
+    assert push(store, boards[0], minimum_moec="0.10")[0].minimum_moec == "0.10"
+    assert push(store, phone)[0].minimum_moec == "0.10", "the bundle that stays needs it"
+    assert push(store, phone, boards[0])[0].minimum_moec == LEAST_MOEC[1]
 
 
 def test_a_signature_next_to_the_folder_is_pushed(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_channel_of_another_key(tmp_path: Path, boards: list[Path]) -> None:
     assert caught.value.hint == "name the key that it was signed with: --accept-key FILE.pub"
     assert (store / channel_path("stable")).read_bytes() == before
     assert not (store / sha256_of(boards[1])).exists()
-    assert push(store, boards[1], accepted=[OTHER.public]).channel.sequence == 2
+    assert push(store, boards[1], accepted=[OTHER.public])[0].sequence == 2
 
 
 def test_wrong_bundles_are_refused_before_anything_is_sent(tmp_path: Path, boards: list[Path], phone: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_damaged_manifest_on_the_store_is_no_source(tmp_path: Path, boards: li
 
 
 def test_moments_are_in_order(tmp_path: Path, boards: list[Path]) -> None:
-    channel = push(tmp_path / "store", boards[0]).channel
+    channel = push(tmp_path / "store", boards[0])[0]
     assert decode_moment(channel.expires) - decode_moment(channel.created) == timedelta(days=90)
 
 
