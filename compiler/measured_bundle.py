@@ -22,7 +22,7 @@ from moec.profiles.device import DeviceProfile
 from .bundle.plan_bundles import clear_trials
 from .calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from .calibration.collect import training_digest
-from .checkpoint.checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.checkpoint import open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
 from .preflight.preparation import with_fitted_items, with_kept_layers
@@ -96,7 +96,15 @@ def opened_measurement(
     _check_data(request, prepared)
     prepared = with_kept_layers(prepared)
     talk.note("hashing the checkpoint")
-    _check_source(request, checkpoint)
+    # Refuse another checkpoint than the bundle's.
+    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
+    present = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
+    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
+            "name that checkpoint with `--model`",
+        )
     plan, disk = plan_of(request.manifest), compiled.disk
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
     with hold_measurements(request.measurements, disk, talk.note), hold_output(output, disk, talk.note):
@@ -198,18 +206,6 @@ def _check_data(request: BundleRequest, prepared: Prepared) -> None:
         raise DataError(
             f"`{request.data}` is not the data that `{request.bundle}` was compiled with: its items differ",
             "name that data with `--data`",
-        )
-
-
-def _check_source(request: BundleRequest, checkpoint: Checkpoint) -> None:
-    """Refuse another checkpoint than the bundle's."""
-    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
-    present = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
-    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
-    if wrong:
-        raise CheckpointError(
-            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
-            "name that checkpoint with `--model`",
         )
 
 

@@ -35,15 +35,14 @@ class TensorEntry:
     size_bytes: int
 
 
-def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name, in file order. Reads the header only.
 
-    tensors: number of tensors that the file should hold, which bounds the header; None if unknown.
     Raises HeaderError if the header is damaged, or if ranges overlap, leave gaps or exceed the file. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not block
     try:
-        return header_of(descriptor, tensors)
+        return header_of(descriptor)
     finally:
         os.close(descriptor)
 
@@ -51,6 +50,7 @@ def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry
 def header_of(descriptor: int, tensors: int | None = None) -> dict[str, TensorEntry]:
     """Return the tensors of an opened safetensors file, as `read_header`.
 
+    tensors: number of tensors that the file should hold, which bounds the header; None if unknown.
     The position of the descriptor does not move.
     """
     limits = header_json(tensors)

@@ -82,7 +82,14 @@ def profile_from_plain(plain: dict[str, Any], place: str) -> DeviceProfile:
         profile = DeviceProfile(**{**plain, **parts, "provenance": provenance, "instruction_sets": tuple(sets)})
     except ValueError as error:
         raise ProfileError(f"`{place}`: {error}", "correct this key") from error
-    _check_rates(place, profile)
+    # Refuse storage that is faster than the memory that it is read into. A probe copies memory with one thread, and
+    # reads files with two, so a file in memory can be faster by its figures.
+    storage, memory = profile.storage_bytes_per_s, profile.memory_bytes_per_s
+    if storage > memory and not profile.provenance["storage_bytes_per_s"].startswith(MEASURED):
+        raise ProfileError(
+            f"`{place}`: `storage_bytes_per_s`: expected at most the {memory} of `memory_bytes_per_s`, found {storage}",
+            "correct one of both; both count bytes",
+        )
     return profile
 
 
@@ -91,19 +98,6 @@ def profile_to_plain(profile: DeviceProfile) -> dict[str, Any]:
     plain = {key: getattr(profile, key) for key in ("name", *CONTENT)}
     plain |= {table.TABLE: table.stated() for table in profile.parts()}
     return {**plain, "provenance": {key: profile.provenance[key] for key in profile.stated_keys()}}
-
-
-def _check_rates(place: str, profile: DeviceProfile) -> None:
-    """Refuse storage that is faster than the memory that it is read into.
-
-    A probe copies memory with one thread and reads files with two, so a file in memory can be faster by its figures.
-    """
-    storage, memory = profile.storage_bytes_per_s, profile.memory_bytes_per_s
-    if storage > memory and not profile.provenance["storage_bytes_per_s"].startswith(MEASURED):
-        raise ProfileError(
-            f"`{place}`: `storage_bytes_per_s`: expected at most the {memory} of `memory_bytes_per_s`, found {storage}",
-            "correct one of both; both count bytes",
-        )
 
 
 def _check_keys(place: str, plain: dict[str, Any], needed: set[str], optional: set[str], table: str = "") -> None:

@@ -80,14 +80,6 @@ class SentBundle:
     sent_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """Result of a push."""
-
-    channel: Channel
-    bundles: list[SentBundle]
-
-
 def push_bundles(
     paths: Sequence[Path],
     store: Store,
@@ -98,8 +90,8 @@ def push_bundles(
     again: bool = False,
     verifying: Progress | None = None,
     sending: Progress | None = None,
-) -> Pushed:
-    """Put bundles on a store and name them in a channel.
+) -> tuple[Channel, list[SentBundle]]:
+    """Put bundles on a store and name them in a channel. Return the channel, and what was sent.
 
     paths: folders of the bundles, of one model, at most one for each device.
     key: signs the channel, and bundles without a signature.
@@ -140,7 +132,7 @@ def push_bundles(
     if store.read_small(path, MAX_CHANNEL_BYTES) != data_before:
         raise StoreFailed(f"`{store.address}/{path}` has changed during the push", "push again: no file is sent twice")
     store.replace(path, data)
-    return Pushed(channel, sent)
+    return channel, sent
 
 
 def _channel_on(store: Store, name: str, keys: Sequence[PublicKey]) -> tuple[bytes | None, Channel | None]:

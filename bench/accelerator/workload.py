@@ -2,7 +2,7 @@
 
 The experts of a token are drawn from their popularity, without replacement and independently of other tokens. All
 strategies have the same draws. All experts are in host memory.
-The layers of a pass run one after the other on the clock of a SimulatedDevice. Dense weights run on the processor, then
+The layers of a pass run one after the other on a DeviceClock. Dense weights run on the processor, then
 the experts as planned.
 """
 
@@ -17,7 +17,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.planner import Action, ExpertLoad, plan_layer
 from moec.runtime.options.runtime import Cooperation
-from moec.runtime.simulation.accelerator_replay import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import DeviceClock
 
 STRATEGIES: dict[str, Cooperation | None] = {
     "CPU only": None,
@@ -64,19 +64,18 @@ class Workload:
 def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation) -> float:
     """Return the time from the first begin to the last end of a layer's experts, on the clock of a device."""
     plan, by_index = plan_layer(loads, latency, cooperation), {load.index: load for load in loads}
-    device = SimulatedDevice(latency, memory_bytes=1 << 62)
-    resident = device.keep_bytes(0)
+    device = DeviceClock(latency)
     if any(action is not Action.CPU for action in plan.actions.values()):
         device.begin_layer()
     for load in loads:
         if plan.actions[load.index] is Action.RESIDENT:
-            device.run_tokens(resident, load.tokens)
+            device.compute(load.tokens)
     for index in plan.order:
         load = by_index[index]
         if plan.actions[index] is Action.COPY:
-            device.run_tokens(device.copy_bytes(load.size_bytes), load.tokens)
+            device.compute(load.tokens, device.copy(load.size_bytes))
         else:
-            device.advance(latency.cpu_ns(load.tokens))
+            device.now_ns += latency.cpu_ns(load.tokens)
     device.synchronize()
     return device.now_ns
 

@@ -119,7 +119,6 @@ def shared_device(
     import numpy as np
 
     from moec.profiles.memory_floor import longest_pass
-    from moec.runtime.accelerator.device import COPY_SLOTS
     from moec.runtime.accelerator.image import entry_bytes
     from moec.runtime.accelerator.latency import LatencyModel
     from moec.runtime.accelerator.placement import LIBRARY_BYTES, place_experts, working_bytes
@@ -133,7 +132,7 @@ def shared_device(
     passed = longest_pass(manifest.model, 1, manifest.model.default_context)
     working = working_bytes(manifest, passed, may_group=True) + LIBRARY_BYTES
     try:
-        placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
+        placement = place_experts(sizes, order, rates.memory_bytes, working, 0)
     except MemoryBudgetExceeded as error:
         raise MemoryBudgetExceeded(error.message, "raise `memory` of `--accelerator`") from error
     memory_bytes_per_s = header.memory_bytes_per_s / device.compute_scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from moec.shipping.channel import Channel, ChannelBundle
 from moec.shipping.pull.delta import PullObserver, PullPlan
@@ -50,14 +49,10 @@ class PullTalk(PullObserver):
 
 
 class PullLines(PullObserver):
-    """One JSON object a line on stdout. `event` names its kind.
+    """One JSON object a line on stdout. `event` names its kind. Progress is told once in LINE_EVERY_S."""
 
-    clock: seconds; progress is told once in LINE_EVERY_S.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last_line = clock() - LINE_EVERY_S
+    def __init__(self) -> None:
+        self._last_line = time.monotonic() - LINE_EVERY_S
 
     def chosen(self, channel: Channel, bundle: ChannelBundle, name: str) -> None:
         facts = {item: getattr(channel, item) for item in ("model", "channel", "sequence", "expires")}
@@ -69,7 +64,7 @@ class PullLines(PullObserver):
         output.data_json({"event": "planned", **{name: getattr(plan, name) for name in names}})
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if now - self._last_line >= LINE_EVERY_S or done_bytes == total_bytes:
             self._last_line = now
             output.data_json({"event": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})

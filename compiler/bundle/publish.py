@@ -39,7 +39,11 @@ def publish_directory(disk: Disk, partial: Path, final: Path, overwrite: bool = 
     check_replaceable(final, overwrite)
     aside = _aside(final)
     with disk_errors(final):
-        _sync_tree(disk, partial)
+        # Sync every file below a folder, then the folders, innermost first.
+        for root, _, names in os.walk(partial, topdown=False):
+            for name in sorted(names):
+                disk.sync_file(Path(root, name))
+            disk.sync_directory(Path(root))
         if final.exists():
             disk.remove_tree(aside)
             disk.rename(final, aside)
@@ -72,11 +76,3 @@ def recover_replaced(disk: Disk, final: Path) -> None:
 
 def _aside(final: Path) -> Path:
     return final.with_name(final.name + ASIDE_SUFFIX)
-
-
-def _sync_tree(disk: Disk, folder: Path) -> None:
-    """Sync every file below a folder, then the folders, innermost first."""
-    for root, _, names in os.walk(folder, topdown=False):
-        for name in sorted(names):
-            disk.sync_file(Path(root, name))
-        disk.sync_directory(Path(root))

@@ -161,19 +161,14 @@ def _stacks(routes: Sequence[SampledRoutes], model: ModelSpec) -> tuple[StackRou
             for route_bytes in (sampled_routes.counted, sampled_routes.held_out)
         ]
         experts = np.concatenate(parts)
-        _check_routes(experts, layers, model)
+        counts = np.array([model.layers[layer].experts.count for layer in layers])
+        if (experts >= counts[None, :, None]).any():
+            raise ValueError("a route has an expert that does not exist")
+        ordered = np.sort(experts, axis=2)
+        if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
+            raise ValueError("a route has an expert twice in a layer")
         stacks.append(StackRoutes(np.array(layers), experts, np.arange(len(experts)) >= len(parts[0])))
     return tuple(stacks)
-
-
-def _check_routes(experts: NDArray[np.uint16], layers: Sequence[int], model: ModelSpec) -> None:
-    """Raise ValueError for an expert that does not exist, or that a token has twice in a layer."""
-    counts = np.array([model.layers[layer].experts.count for layer in layers])
-    if (experts >= counts[None, :, None]).any():
-        raise ValueError("a route has an expert that does not exist")
-    ordered = np.sort(experts, axis=2)
-    if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-        raise ValueError("a route has an expert twice in a layer")
 
 
 def _shape_text(shape: Sequence[tuple[int, int]]) -> str:

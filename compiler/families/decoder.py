@@ -51,11 +51,9 @@ class DecoderParts:
     ties: bool = False
 
 
-def alike(
-    settings: Settings, attention: AttentionSpec, experts: ExpertsSpec, shared: SharedSpec | None = None
-) -> DecoderParts:
+def alike(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> DecoderParts:
     """Return parts whose layers are all equal."""
-    return DecoderParts((LayerSpec(attention, experts, shared),) * count_layers(settings))
+    return DecoderParts((LayerSpec(attention, experts),) * count_layers(settings))
 
 
 def experts_of(

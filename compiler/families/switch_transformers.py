@@ -49,41 +49,52 @@ def lower(checkpoint: Checkpoint) -> Lowering:
     """
     settings = Settings(checkpoint)
     try:
-        model = _model_spec(settings)
+        _check_fixed(settings)
+        encoder = settings.integer("num_layers", MAX_LAYERS)
+        decoder = settings.optional_integer("num_decoder_layers") or encoder
+        if decoder > MAX_LAYERS:
+            settings.fail("num_decoder_layers", f"a whole number from 1 to {MAX_LAYERS}")
+        hidden, is_tied = settings.integer("d_model"), settings.boolean("tie_word_embeddings", True)
+        layers = [
+            *_stack(settings, "encoder", encoder, settings.optional_integer("expert_capacity") or _CAPACITY),
+            *_stack(settings, "decoder", decoder, 0),
+        ]
+        model = ModelSpec(
+            family=_FAMILY,
+            hidden_size=hidden,
+            vocab_size=settings.integer("vocab_size"),
+            max_positions=settings.optional_integer("n_positions") or _POSITIONS,
+            norm_eps=settings.number("layer_norm_epsilon", 1e-6),
+            tie_embeddings=is_tied and not _differs(settings.checkpoint, _HEAD),
+            layers=tuple(layers),
+            eos_token_ids=settings.eos_token_ids(),
+            logits_scale=hidden**-0.5 if is_tied else 1.0,  # decided by the key, even if the weights differ
+            encoder=EncoderSpec(encoder, _start_token(settings)),
+        )
     except ValueError as error:
         raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
     settings.finish()
-    return _find_weights(checkpoint, model)
-
-
-def _model_spec(settings: Settings) -> ModelSpec:
-    """Return the ModelSpec.
-
-    Raises CheckpointError.
-    Raises ValueError if settings contradict each other.
-    """
-    _check_fixed(settings)
-    encoder = settings.integer("num_layers", MAX_LAYERS)
-    decoder = settings.optional_integer("num_decoder_layers") or encoder
-    if decoder > MAX_LAYERS:
-        settings.fail("num_decoder_layers", f"a whole number from 1 to {MAX_LAYERS}")
-    hidden, is_tied = settings.integer("d_model"), settings.boolean("tie_word_embeddings", True)
-    layers = [
-        *_stack(settings, "encoder", encoder, settings.optional_integer("expert_capacity") or _CAPACITY),
-        *_stack(settings, "decoder", decoder, 0),
-    ]
-    return ModelSpec(
-        family=_FAMILY,
-        hidden_size=hidden,
-        vocab_size=settings.integer("vocab_size"),
-        max_positions=settings.optional_integer("n_positions") or _POSITIONS,
-        norm_eps=settings.number("layer_norm_epsilon", 1e-6),
-        tie_embeddings=is_tied and not _differs(settings.checkpoint, _HEAD),
-        layers=tuple(layers),
-        eos_token_ids=settings.eos_token_ids(),
-        logits_scale=hidden**-0.5 if is_tied else 1.0,  # decided by the key, even if the weights differ
-        encoder=EncoderSpec(encoder, _start_token(settings)),
-    )
+    # Find every weight of the model.
+    for name in _COPIES:
+        if _differs(checkpoint, name):
+            raise CheckpointError(
+                f"tensor `{name}` in `{checkpoint.root}` differs from `{_EMBEDDING}`, expected one embedding for all",
+                "compile another checkpoint",
+            )
+    names = {"embedding": _EMBEDDING, "lm_head": _HEAD}
+    names |= {"encoder_norm": "encoder.final_layer_norm.weight", "final_norm": "decoder.final_layer_norm.weight"}
+    units: dict[UnitKey, TensorSource] = {}
+    for index in range(model.num_layers):
+        names |= {f"layers.{index}.{name}": tensor for name, tensor in _layer_names(model, index).items()}
+    for key in model.unit_keys():
+        tensor = f"{_feed_forward(model, key.layer)}.experts.expert_{key.expert}.{_PROJECTIONS[key.projection]}.weight"
+        units[key] = TensorSource(tensor, model.unit_shape(key.layer, key.projection))
+    dense = {name: _source(names[name], name, shape, model) for name, shape in model.dense_shapes().items()}
+    read = [source.name for source in (*dense.values(), *units.values())]
+    float_type, notes = common_float_type(checkpoint, read)
+    ignored = {*_COPIES, _UNREAD, *((_HEAD,) if model.tie_embeddings else ())} & checkpoint.tensors.keys()
+    loaded = {name: names[name] for name in dense}
+    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(), float_type, notes)
 
 
 def _check_fixed(settings: Settings) -> None:
@@ -151,33 +162,6 @@ def _differs(checkpoint: Checkpoint, name: str) -> bool:
     if name not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.tensor(name), checkpoint.tensor(_EMBEDDING))
-
-
-def _find_weights(checkpoint: Checkpoint, model: ModelSpec) -> Lowering:
-    """Find every weight of the model.
-
-    Raises CheckpointError if encoder and decoder have different embeddings.
-    """
-    for name in _COPIES:
-        if _differs(checkpoint, name):
-            raise CheckpointError(
-                f"tensor `{name}` in `{checkpoint.root}` differs from `{_EMBEDDING}`, expected one embedding for all",
-                "compile another checkpoint",
-            )
-    names = {"embedding": _EMBEDDING, "lm_head": _HEAD}
-    names |= {"encoder_norm": "encoder.final_layer_norm.weight", "final_norm": "decoder.final_layer_norm.weight"}
-    units: dict[UnitKey, TensorSource] = {}
-    for index in range(model.num_layers):
-        names |= {f"layers.{index}.{name}": tensor for name, tensor in _layer_names(model, index).items()}
-    for key in model.unit_keys():
-        tensor = f"{_feed_forward(model, key.layer)}.experts.expert_{key.expert}.{_PROJECTIONS[key.projection]}.weight"
-        units[key] = TensorSource(tensor, model.unit_shape(key.layer, key.projection))
-    dense = {name: _source(names[name], name, shape, model) for name, shape in model.dense_shapes().items()}
-    read = [source.name for source in (*dense.values(), *units.values())]
-    float_type, notes = common_float_type(checkpoint, read)
-    ignored = {*_COPIES, _UNREAD, *((_HEAD,) if model.tie_embeddings else ())} & checkpoint.tensors.keys()
-    loaded = {name: names[name] for name in dense}
-    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(), float_type, notes)
 
 
 def _source(tensor: str, name: str, shape: tuple[int, ...], model: ModelSpec) -> TensorSource:

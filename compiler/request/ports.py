@@ -143,22 +143,14 @@ class FittedEviction:
     record: Mapping[str, Any]
 
 
-class FitEviction(Protocol):
-    """Fits the weights of an eviction policy to the routing of texts, by replaying it against caches."""
+FitEviction = Callable[
+    [Path, Sequence[RoutedText], Sequence[RoutedText], Callable[[int, int], None]], FittedEviction | None
+]
+"""(bundle, training texts, held-out texts, progress) -> weights of HOBBIT's eviction, by replays against caches.
 
-    def __call__(
-        self,
-        bundle: Path,
-        training: Sequence[RoutedText],
-        held_out: Sequence[RoutedText],
-        progress: Callable[[int, int], None],
-    ) -> FittedEviction | None:
-        """Return the weights that read the fewest bytes on the training texts; None if caches hold all experts.
-
-        bundle: folder of a bundle that is not published yet.
-        progress: called with (replays done, replays in all).
-        """
-        ...
+The weights read the fewest bytes on the training texts; None if caches hold all experts.
+The bundle is not published yet. `progress` is called with (replays done, replays in all).
+"""
 
 
 class CardPicture(Protocol):

@@ -75,7 +75,13 @@ def _lock(path: Path, output: Path, note: Note, option: str, run: str) -> int:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
-                _check_ours(descriptor, path, option)
+                # Refuse anything but an empty file: the lock is removed at the end, and a user's file must never be.
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode) or status.st_size:
+                    raise OptionError(
+                        f"`{path}` is in the way and was not left by a compile",
+                        f"move it, or choose another `{option}`",
+                    )
                 _take(descriptor, output, note, option, run)
                 if _is_at(descriptor, path):
                     return descriptor
@@ -83,15 +89,6 @@ def _lock(path: Path, output: Path, note: Note, option: str, run: str) -> int:
                 os.close(descriptor)
                 raise
             os.close(descriptor)  # its owner removed it between the two calls
-
-
-def _check_ours(descriptor: int, path: Path, option: str) -> None:
-    """Refuse anything but an empty file: the lock is removed at the end, and a user's file must never be."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size:
-        raise OptionError(
-            f"`{path}` is in the way and was not left by a compile", f"move it, or choose another `{option}`"
-        )
 
 
 def _take(descriptor: int, output: Path, note: Note, option: str, run: str) -> None:

@@ -101,7 +101,7 @@ def check_pattern(pattern: str) -> int:
     alternatives = _Parser(pattern).parse()
     steps = _Count(0)
     for sequence in alternatives:
-        steps = steps.plus(_cost_of(sequence, is_last=True))
+        steps = steps.plus(_cost_of(sequence))
     if steps.is_beyond or steps.linear > MAX_PATTERN_STEPS or steps.constant > MAX_PATTERN_CHARACTERS:
         raise CostlyPattern("can take steps without bound: its repetitions overlap or are nested")
     return min(_shortest(sequence) for sequence in alternatives)
@@ -278,19 +278,16 @@ def _ways_of(node: _Node) -> _Count:
     return _ways_of(node.node).plus(_ONE).power(node.high)
 
 
-def _cost_of(sequence: tuple[_Node, ...], is_last: bool) -> _Count:
-    """Return the steps of a sequence at one position.
-
-    is_last: whether no node that can fail follows it.
-    """
+def _cost_of(sequence: tuple[_Node, ...]) -> _Count:
+    """Return the steps of a sequence at one position, after which no node follows."""
     total, tried = _ONE, _ONE
     for index, node in enumerate(sequence):
         # A node that can no longer fail is reached once, however many ways lead to it.
-        is_reached_again = not is_last or any(_can_fail(later) for later in sequence[index:])
+        is_reached_again = any(_can_fail(later) for later in sequence[index:])
         total = total.plus(tried.times(_own_cost(node)) if is_reached_again else _own_cost(node))
-        if not is_last or any(_can_fail(later) for later in sequence[index + 1 :]):
+        if any(_can_fail(later) for later in sequence[index + 1 :]):
             tried = tried.times(_ways_of(node))
-    return total if is_last else total.plus(tried)
+    return total
 
 
 def _own_cost(node: _Node) -> _Count:
@@ -306,7 +303,7 @@ def _own_cost(node: _Node) -> _Count:
         return _ONE
     total = _Count(0)
     for sequence in node.alternatives:
-        total = total.plus(_cost_of(sequence, is_last=True))
+        total = total.plus(_cost_of(sequence))
     if node.kind == "look" and any(_is_unbounded(inner) for sequence in node.alternatives for inner in sequence):
         return total.plus(_Count(0, 1))  # the text it has read is read again at the next position
     return total

@@ -108,7 +108,6 @@ def measure_latency(
     expert: kernels.Expert,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     run_on_cpu: Callable[..., None] = kernels.expert_ffn,
-    repeats: int = REPEATS,
 ) -> LatencyModel:
     """Time an expert on both sides. Lines are fitted through medians of a few repeats.
 
@@ -117,15 +116,15 @@ def measure_latency(
     """
     source, size = np.random.default_rng(0), expert_bytes(expert)
     cpu, on_device, launch, layer = list[float](), list[float](), list[float](), list[float]()
-    staged_ns, arrived_ns = _time_copy(device, expert, clock_ns, repeats)
+    staged_ns, arrived_ns = _time_copy(device, expert, clock_ns)
     for count in SAMPLE_TOKENS:
         rows = source.standard_normal((count, expert.up.columns), np.float32)
         parts = np.empty((count, 1, expert.down.rows), np.float32)
         at = (np.arange(count, dtype=np.int32), np.zeros(count, np.int32))
         compute = partial(run_on_cpu, expert, rows, *at, parts)
-        cpu.append(median_ns(compute, clock_ns, repeats))
+        cpu.append(median_ns(compute, clock_ns))
         (_, one_ns), (launched_ns, all_ns) = (
-            _time_device(device, expert, rows, number, clock_ns, repeats) for number in (1, COPY_SLOTS)
+            _time_device(device, expert, rows, number, clock_ns) for number in (1, COPY_SLOTS)
         )
         on_device.append(max((all_ns - one_ns) / (COPY_SLOTS - 1), 1.0))
         launch.append(launched_ns)
@@ -146,23 +145,21 @@ def mean_latency(latencies: Sequence[LatencyModel]) -> LatencyModel:
     return LatencyModel(**{name: statistics.fmean(times[name] for times in plain) for name in plain[0]})
 
 
-def median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int = REPEATS) -> float:
+def median_ns(call: Callable[[], object], clock_ns: Callable[[], int]) -> float:
     """Return the median time of some calls, at least 1 ns. One more call runs first and is not timed."""
     call()
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         started_ns = clock_ns()
         call()
         times.append(clock_ns() - started_ns)
     return max(statistics.median(times), 1.0)  # a clock may stand still
 
 
-def _time_copy(
-    device: ExpertDevice, expert: kernels.Expert, clock_ns: Callable[[], int], repeats: int
-) -> tuple[float, float]:
+def _time_copy(device: ExpertDevice, expert: kernels.Expert, clock_ns: Callable[[], int]) -> tuple[float, float]:
     """Return two medians: the time until the CPU is free again, and from then until the bytes have arrived."""
     staged, arrived = [], []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         device.synchronize()
         started_ns = clock_ns()
         copied = device.copy(expert)
@@ -180,7 +177,6 @@ def _time_device(
     rows: np.ndarray,
     number: int,
     clock_ns: Callable[[], int],
-    repeats: int,
 ) -> tuple[float, float]:
     """Return two medians for a layer with some experts that have arrived: until all is begun, and until it is done.
 
@@ -190,7 +186,7 @@ def _time_device(
     begun, done, count = list[int](), list[int](), len(rows)
     parts = np.empty((count, number, expert.down.rows), np.float32)
     tokens = np.arange(count, dtype=np.int32)
-    for _ in range(repeats + _WARM_UPS):
+    for _ in range(REPEATS + _WARM_UPS):
         copied: list[DeviceExpert] = [device.copy(expert) for _ in range(number)]
         device.synchronize()
         started_ns = clock_ns()

@@ -102,13 +102,13 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     pinned = COPY_SLOTS * max(sizes) + pinned_bytes(manifest.model.hidden_size)
     host_bytes = memory_bytes if is_cpu else pinned
     total = working + (0 if is_cpu else LIBRARY_BYTES)
-    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # raises before anything is opened or read
+    place_experts(sizes, (), memory_bytes, total, 0)  # raises before anything is opened or read
     dense, note = 0, ""
     if wants_dense(manifest, options):
         dense = dense_bytes(manifest, tokens, options.slots, context)
         fits = total + COPY_SLOTS * max(sizes) + dense <= memory_bytes
         if options.accelerator_dense == "device":
-            place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, dense)
+            place_experts(sizes, (), memory_bytes, total, dense)
         note = "" if fits else f"dense weights, with keys and values, would take {dense / 2**20:.1f} MiB and do not fit"
         dense = dense if fits else 0
     return OpenedAccelerator(name, device, memory_bytes, host_bytes, sizes, total, dense, note)
@@ -171,9 +171,7 @@ def cooperate(
     dense, dense_latency = _bring_dense(opened, options, model, kv)
     try:
         dense_share, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
-        placement = place_experts(
-            opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, dense_share
-        )
+        placement = place_experts(opened.sizes, order, opened.memory_bytes, opened.working_bytes, dense_share)
         from .grouped.triton_check import why_no_triton
         from .torch_device import TorchDevice
 

@@ -47,7 +47,7 @@ class ResidentExperts:
 
 
 def place_experts(
-    sizes: Sequence[int], order: Iterable[int], budget_bytes: int, copy_slots: int, working_bytes: int, dense_bytes: int
+    sizes: Sequence[int], order: Iterable[int], budget_bytes: int, working_bytes: int, dense_bytes: int
 ) -> ResidentExperts:
     """Fill a budget with experts. An expert that does not fit is skipped; smaller ones after it may still stay.
 
@@ -56,11 +56,11 @@ def place_experts(
     dense_bytes: bytes of the dense weights that the device computes.
     Raises MemoryBudgetExceeded, with the least budget, if dense weights, copy slots and working memory do not fit.
     """
-    fixed = dense_bytes + working_bytes + copy_slots * max(sizes)
+    fixed = dense_bytes + working_bytes + COPY_SLOTS * max(sizes)
     if fixed > budget_bytes:
         raise MemoryBudgetExceeded(
             f"the accelerator's budget of {budget_bytes} bytes is under its floor of {fixed} (dense weights "
-            f"{dense_bytes}, {copy_slots} experts on their way, working memory {working_bytes})",
+            f"{dense_bytes}, {COPY_SLOTS} experts on their way, working memory {working_bytes})",
             "raise `--accelerator-memory`" + (", lower `--context`, or keep dense weights here" if dense_bytes else ""),
         )
     resident, free_bytes = [], budget_bytes - fixed

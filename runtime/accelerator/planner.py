@@ -92,18 +92,13 @@ def expert_loads(
     return loads
 
 
-def plan_layer(
-    loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation, slots: int = COPY_SLOTS
-) -> LayerPlan:
-    """Plan the experts of one layer. No expert occurs twice.
-
-    slots: most copies on the device at once.
-    """
+def plan_layer(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation) -> LayerPlan:
+    """Plan the experts of one layer. No expert occurs twice."""
     ranked = sorted(
         loads, key=lambda load: (-load.tokens, load.size_bytes, load.is_resident, load.is_in_host, load.index)
     )
     kinds = tuple((load.tokens, load.size_bytes, load.is_resident, load.is_in_host) for load in ranked)
-    plan = _plan_kinds(kinds, latency, cooperation, slots)
+    plan = _plan_kinds(kinds, latency, cooperation)
     actions = {ranked[at].index: action for at, action in plan.actions.items()}
     return LayerPlan(actions, tuple(ranked[at].index for at in plan.order), plan.predicted_ns)
 
@@ -112,10 +107,10 @@ def plan_layer(
 # alike. Making a plan of eight experts takes 130 us, finding it in the cache 7 us.
 @lru_cache(maxsize=256)
 def _plan_kinds(
-    kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation, slots: int
+    kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation
 ) -> LayerPlan:
     """Return the plan of `plan_layer`, with experts named by their rank in `kinds`."""
-    layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency, slots)
+    layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency)
     if cooperation == "auto":
         return layer.plan(layer.best())
     if cooperation == "twiddler":
@@ -132,25 +127,7 @@ def pays_alone(load: ExpertLoad, latency: LatencyModel) -> bool:
     return latency.cpu_ns(load.tokens) > device_ns + latency.transfer_ns(load.size_bytes)
 
 
-def schedule(
-    copies: Sequence[ExpertLoad],
-    computed: Sequence[ExpertLoad],
-    latency: LatencyModel,
-    device_ns: float = 0.0,
-    slots: int = COPY_SLOTS,
-) -> tuple[tuple[int, ...], float]:
-    """Return the order in which the CPU begins copies and computes experts, and the end time of the layer in ns.
-
-    A copy begins as soon as a slot is free. Until then the CPU computes. It waits if nothing is left to compute.
-    copies: experts that are copied.
-    computed: experts that the CPU computes.
-    device_ns: time that the device needs before the first copy arrives.
-    """
-    jobs = [[_job(load, latency) for load in loads] for loads in (copies, computed)]
-    return _run(jobs[0], jobs[1], device_ns, slots)
-
-
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """An expert and its times in ns."""
 
     expert: int
@@ -160,16 +137,24 @@ class _Job(NamedTuple):
     link_ns: float
 
 
-def _job(load: ExpertLoad, latency: LatencyModel) -> _Job:
+def job_of(load: ExpertLoad, latency: LatencyModel) -> Job:
     size = load.size_bytes
     cpu_ns, device_ns = latency.cpu_ns(load.tokens), latency.device_ns(load.tokens)
-    return _Job(load.index, cpu_ns, device_ns, latency.staging_ns(size), latency.link_ns(size))
+    return Job(load.index, cpu_ns, device_ns, latency.staging_ns(size), latency.link_ns(size))
 
 
-def _run(
-    copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int, begun_ns: float = 0.0
+def schedule(
+    copies: Sequence[Job], computed: Sequence[Job], device_ns: float, slots: int = COPY_SLOTS, begun_ns: float = 0.0
 ) -> tuple[tuple[int, ...], float]:
-    """Compute `schedule` for jobs. begun_ns: time at which the CPU has begun the device's work."""
+    """Return the order in which the CPU begins copies and computes experts, and the end time of the layer in ns.
+
+    A copy begins as soon as a slot is free. Until then the CPU computes. It waits if nothing is left to compute.
+    copies: experts that are copied.
+    computed: experts that the CPU computes.
+    device_ns: time that the device needs before the first copy arrives.
+    slots: most copies on the device at once.
+    begun_ns: time at which the CPU has begun the device's work.
+    """
     order, ends = list[int](), list[float]()
     cpu_ns, link_ns = begun_ns, 0.0
     copied = done = 0
@@ -213,10 +198,10 @@ class _Layer:
     movable: experts on the device and in host memory, most tokens first. The last ones are moved to the CPU.
     """
 
-    def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel, slots: int) -> None:
-        self._loads, self._latency, self._slots = loads, latency, slots
+    def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel) -> None:
+        self._loads, self._latency = loads, latency
         ranked = sorted(loads, key=lambda load: (-load.tokens, load.size_bytes, load.index))
-        self._ranked = [(load, _job(load, latency)) for load in ranked]
+        self._ranked = [(load, job_of(load, latency)) for load in ranked]
         self.missing = [job for load, job in self._ranked if not load.is_resident]
         self.movable = [job for load, job in self._ranked if load.is_resident and load.is_in_host]
         self._resident_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident)
@@ -279,7 +264,7 @@ class _Layer:
             for load, job in reversed(self._ranked)
             if (job.expert in moved if load.is_resident else job.expert not in copied)
         ]
-        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, on_cpu, device_ns, self._slots, begun_ns))
+        return _Split(frozenset(copied), frozenset(moved), *schedule(waiting, on_cpu, device_ns, begun_ns=begun_ns))
 
     def plan(self, split: _Split) -> LayerPlan:
         """Return the plan of a split."""

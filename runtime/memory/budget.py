@@ -189,7 +189,18 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     if options.expert_cache is not None:
         cache_bytes = parse_cache(options.expert_cache, all_experts_bytes)
         logical_bytes = parse_cache(options.expert_cache, manifest.cost.expert_padded_bytes)
-        _check_cache(options, needs, cache_bytes, budget)
+        asked_for = f"`--expert-cache {options.expert_cache}`"
+        if cache_bytes < needs.minimum_expert_bytes:
+            least = option_bytes(needs.minimum_expert_bytes, 0 if "%" in asked_for else cache_bytes)
+            is_number = options.expert_cache is not None and options.expert_cache.isdigit()
+            share = f"; a share is written `{options.expert_cache}%`" if is_number else ""
+            raise MemoryBudgetExceeded(f"{asked_for} is under the floor of {least}", f"--expert-cache {least}{share}")
+        if budget is not None and needs.fixed_bytes + cache_bytes > budget:
+            least = option_bytes(needs.fixed_bytes + cache_bytes, budget)
+            raise MemoryBudgetExceeded(
+                f"{asked_for} needs a budget of {least}, `--memory {options.memory}` is less",
+                f"give one of the two, or --memory {least}",
+            )
     else:
         if budget is None:
             budget = default_budget_bytes()
@@ -205,22 +216,6 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         budget_bytes=budget,
         context=context,
     )
-
-
-def _check_cache(options: RuntimeOptions, needs: FixedMemory, cache_bytes: int, budget: int | None) -> None:
-    """Raise MemoryBudgetExceeded for an `--expert-cache` under its floor, or over `--memory`."""
-    asked_for = f"`--expert-cache {options.expert_cache}`"
-    if cache_bytes < needs.minimum_expert_bytes:
-        least = option_bytes(needs.minimum_expert_bytes, 0 if "%" in asked_for else cache_bytes)
-        is_number = options.expert_cache is not None and options.expert_cache.isdigit()
-        share = f"; a share is written `{options.expert_cache}%`" if is_number else ""
-        raise MemoryBudgetExceeded(f"{asked_for} is under the floor of {least}", f"--expert-cache {least}{share}")
-    if budget is not None and needs.fixed_bytes + cache_bytes > budget:
-        least = option_bytes(needs.fixed_bytes + cache_bytes, budget)
-        raise MemoryBudgetExceeded(
-            f"{asked_for} needs a budget of {least}, `--memory {options.memory}` is less",
-            f"give one of the two, or --memory {least}",
-        )
 
 
 def _under_floor(

@@ -17,7 +17,7 @@ from moec.manifests.model import ModelSpec
 
 from ..layers.routing import NO_EXPERT, Router, unimportance_by_expert
 from ..model.expert_requests import choose_experts
-from ..modes.decoder import LossyDecoder, MakeChoice
+from ..modes.decoder import LossyDecoder
 from ..modes.expert_choice import PassChoice, Versions
 from ..modes.logical_cache import LogicalCache
 from ..modes.mode_counts import ModeCounts
@@ -224,7 +224,6 @@ def replay_modes(
     versions: Versions,
     cache: LogicalCache,
     advice: Advice,
-    choices: MakeChoice = PassChoice,
 ) -> tuple[list[tuple[TimedPass, ...]], ModeCounts]:
     """Return the passes of a trace under lossy modes, grouped by token, and the decisions.
 
@@ -232,7 +231,7 @@ def replay_modes(
     cache: new logical cache of the simulated capacity.
     advice: advice during a prompt in which nothing is decided: without dynamic precision, and without its scores.
     """
-    decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None, choices)
+    decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None)
     model.unread = None if modes.reads_cache else cache
     predictor, first = model.advisor.predictor, trace.header.first_expert
     steps: list[tuple[TimedPass, ...]] = []

@@ -23,7 +23,7 @@ from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache
 from ..storage.read_runs import ReadRuns
 from ..trace.statistics import quantile
-from ..trace.trace import Access, Trace, TracedPass
+from ..trace.trace import Access, TracedPass
 from .accelerator_replay import ReplayedDevice, ReplayedSplit
 from .replay import named_score, with_next_use
 
@@ -159,25 +159,6 @@ class Timeline:
         return {**values, **self.cache.replayable_counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
 
 
-def predict_timeline(
-    trace: Trace,
-    spec: CacheSpec,
-    policy: str | PolicyScore,
-    rates: DeviceRates,
-    advice: Advice,
-    warm: Sequence[int] = (),
-) -> Timeline:
-    """Predict the times of a trace on a machine of these rates, without an accelerator.
-
-    spec, policy, warm: as in `replay`.
-    advice: experts that are read ahead.
-    Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
-    """
-    first = trace.header.first_expert
-    steps = [(timed_pass(traced, first, advice),) for traced in trace.passes]
-    return predict_steps(steps, trace.prompt_passes, spec, policy, SimulatedMachine(rates), warm)
-
-
 def timed_pass(traced: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
     """Return a recorded pass with other advice. first_expert: offset of each layer's experts, [L + 1]."""
     return TimedPass(
@@ -208,7 +189,7 @@ def predict_steps(
     steps: passes of each step. The prompt has the first steps, then each token has one.
     prompt_steps: steps of the prompt.
     spec, policy, warm: as in `replay`.
-    Raises what `predict_timeline` raises.
+    Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
     """
     flat = [access for step in steps for timed in step for access in timed.accesses]
     with_use, first_use = with_next_use(flat, len(spec.sizes))

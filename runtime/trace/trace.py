@@ -44,8 +44,8 @@ class TraceHeader:
 
     little_experts: experts of the little model per token and layer; 0: half of the experts of each layer.
 
-    architecture: digest of the model's architecture, see `manifests/expert_use.py`; empty in files of versions 1 to 4.
-    left_out: experts of each layer that the bundle leaves out; empty in files of versions 1 to 4.
+    architecture: digest of the model's architecture, see `manifests/expert_use.py`; empty if unknown.
+    left_out: experts of each layer that the bundle leaves out; empty if unknown.
     """
 
     bundle: str
@@ -127,8 +127,8 @@ class TracedPass:
     stall_ns: part of elapsed_ns spent waiting for reads.
 
     first_layer: first layer of the pass. It is 0, or first_decoder_layer for a decoder pass of a model with an encoder.
-    scores: router outputs of a pass of one token; None if routers did not decide, and in files of version 1.
-    prompt_scores: scores of a pass of several tokens; None with an encoder, and in files of versions 1 to 3.
+    scores: router outputs of a pass of one token; None if routers did not decide.
+    prompt_scores: scores of a pass of several tokens; None with an encoder.
 
     The pass of an encoder ends before first_decoder_layer.
     """

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,23 +24,14 @@ from .trace_scores import prompt_scores_plain, read_prompt_scores, read_scores, 
 
 FORMAT = "moec-trace"
 FORMAT_VERSION = 5
-READ_VERSIONS = (1, 2, 3, 4, 5)
 MAX_LAYERS = 4096
 MAX_EXPERTS = 1 << 16
 MAX_TOKENS = 1 << 20
 _MAX_NUMBER = 1 << 60
-_RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
 _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
 _PASS_KEYS = {item.name for item in fields(TracedPass)}
 # Only in traces of models with an encoder.
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
-_HEADER_KEYS_SINCE = {
-    2: {"prefetch_layers", "prefetch_experts", "prefetch_rule"},
-    3: {"little_experts"},
-    5: {"architecture", "left_out"},
-}
-_PASS_KEYS_SINCE = {2: {"scores"}, 4: {"prompt_scores"}}
-_RATES_OPTIONAL_SINCE = 5
 _DIGEST = "[0-9a-f]{64}"
 
 
@@ -107,9 +98,8 @@ def opened_trace(
             if path.stat().st_size > MAX_TRACE_BYTES:
                 raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
             file = stack.enter_context(path.open("rb"))
-            plain = lines.following(file) or {}
-            header = _header(plain)
-        yield header, lines.passes(file, header, plain["version"])
+            header = _header(lines.following(file) or {})
+        yield header, lines.passes(file, header)
 
 
 class _Lines:
@@ -145,7 +135,7 @@ class _Lines:
             raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes")
         return _object(data, self._limits)
 
-    def passes(self, file: BinaryIO, header: TraceHeader, version: int) -> Iterator[TracedPass]:
+    def passes(self, file: BinaryIO, header: TraceHeader) -> Iterator[TracedPass]:
         """Yield the passes. Raises InputError."""
         order = PassOrder(header)
         while True:
@@ -154,7 +144,7 @@ class _Lines:
                 if plain is None:
                     order.check_end()
                     return
-                traced = _pass(plain, header, version)
+                traced = _pass(plain, header)
                 order.add(traced)
             yield traced
 
@@ -176,12 +166,10 @@ def _object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
 def _header(plain: dict[str, Any]) -> TraceHeader:
     if plain.get("format") != FORMAT:
         raise ValueError(f"expected the format `{FORMAT}`, found {shown(plain.get('format'))}")
-    if type(plain.get("version")) is not int or plain["version"] not in READ_VERSIONS:
-        versions = ", ".join(map(str, READ_VERSIONS))
-        raise ValueError(f"expected version {versions}, found {shown(plain.get('version'))}")
+    if type(plain.get("version")) is not int or plain["version"] != FORMAT_VERSION:
+        raise ValueError(f"expected version {FORMAT_VERSION}, found {shown(plain.get('version'))}")
     has_encoder = _ENCODER_HEADER_KEY in plain
-    unknown = set().union(*(keys for since, keys in _HEADER_KEYS_SINCE.items() if plain["version"] < since))
-    _check_keys(plain, _HEADER_KEYS - unknown - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
+    _check_keys(plain, _HEADER_KEYS - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
     if not isinstance(plain["bundle"], str) or not re.fullmatch(_DIGEST, plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {shown(plain['bundle'])}")
     if plain["prefetch"] not in PREFETCHERS:
@@ -195,45 +183,47 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     first = _number(plain, _ENCODER_HEADER_KEY, 1) if has_encoder else 0
     if first >= len(experts):
         raise ValueError(f"`{_ENCODER_HEADER_KEY}`: expected less than the {len(experts)} layers, found {first}")
-    least_rate = 0 if plain["version"] >= _RATES_OPTIONAL_SINCE else 1
-    numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
-    numbers |= {name: _number(plain, name, least_rate) for name in _RATES}
-    known: dict[str, Any] = {"bundle": plain["bundle"], "experts": experts, "top_k": top_k, **numbers}
-    header = TraceHeader(prefetch=cast(Prefetch, plain["prefetch"]), first_decoder_layer=first, **known)
-    if "little_experts" in plain:
-        header = replace(header, little_experts=_number(plain, "little_experts"))
-    if "left_out" in plain:
-        if not isinstance(plain["architecture"], str) or not re.fullmatch(f"({_DIGEST})?", plain["architecture"]):
-            raise ValueError(f"`architecture`: expected a SHA-256, found {shown(plain['architecture'])}")
-        header = replace(header, architecture=plain["architecture"], left_out=_left_out(plain, header))
-    return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
-
-
-def _left_out(plain: dict[str, Any], header: TraceHeader) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each layer that the bundle leaves out. An empty list is of a writer that did not know."""
-    layers = _list(plain, "left_out")
-    if len(layers) not in (0, len(header.experts)):
-        raise ValueError(f"`left_out`: expected a list of {len(header.experts)}")
-    left_out = tuple(_experts(f"left_out[{at}]", experts, header.experts[at]) for at, experts in enumerate(layers))
-    for layer, (experts, count, top_k) in enumerate(zip(left_out, header.experts, header.top_k, strict=False)):
-        if len(set(experts)) != len(experts) or len(experts) > count - top_k:
-            raise ValueError(f"`left_out[{layer}]`: expected at most {count - top_k} different experts")
-    return left_out
-
-
-def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
-    layers, experts = _number(plain, "prefetch_layers", 1), _number(plain, "prefetch_experts")
-    if layers > MAX_PREFETCH_LAYERS or experts > MAX_PREFETCH_EXPERTS:
+    if not isinstance(plain["architecture"], str) or not re.fullmatch(f"({_DIGEST})?", plain["architecture"]):
+        raise ValueError(f"`architecture`: expected a SHA-256, found {shown(plain['architecture'])}")
+    layers_ahead, experts_ahead = _number(plain, "prefetch_layers", 1), _number(plain, "prefetch_experts")
+    if layers_ahead > MAX_PREFETCH_LAYERS or experts_ahead > MAX_PREFETCH_EXPERTS:
         raise ValueError(f"expected at most {MAX_PREFETCH_LAYERS} layers and {MAX_PREFETCH_EXPERTS} experts ahead")
     if plain["prefetch_rule"] not in PREFETCH_RULES:
         raise ValueError(f"`prefetch_rule`: expected one of {', '.join(PREFETCH_RULES)}")
-    return {"prefetch_layers": layers, "prefetch_experts": experts, "prefetch_rule": plain["prefetch_rule"]}
+    return TraceHeader(
+        bundle=plain["bundle"],
+        experts=experts,
+        top_k=top_k,
+        prompt_tokens=_number(plain, "prompt_tokens", 1),
+        prefetch=cast(Prefetch, plain["prefetch"]),
+        threads=_number(plain, "threads", 1),
+        memory_bytes_per_s=_number(plain, "memory_bytes_per_s"),
+        storage_bytes_per_s=_number(plain, "storage_bytes_per_s"),
+        storage_latency_ns=_number(plain, "storage_latency_ns"),
+        first_decoder_layer=first,
+        prefetch_layers=layers_ahead,
+        prefetch_experts=experts_ahead,
+        prefetch_rule=plain["prefetch_rule"],
+        little_experts=_number(plain, "little_experts"),
+        architecture=plain["architecture"],
+        left_out=_left_out(_list(plain, "left_out"), experts, top_k),
+    )
 
 
-def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPass:
+def _left_out(layers: list[Any], counts: Sequence[int], top_k: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each layer that the bundle leaves out. An empty list is of a writer that did not know."""
+    if len(layers) not in (0, len(counts)):
+        raise ValueError(f"`left_out`: expected a list of {len(counts)}")
+    left_out = tuple(_experts(f"left_out[{at}]", experts, counts[at]) for at, experts in enumerate(layers))
+    for layer, (experts, count, few) in enumerate(zip(left_out, counts, top_k, strict=False)):
+        if len(set(experts)) != len(experts) or len(experts) > count - few:
+            raise ValueError(f"`left_out[{layer}]`: expected at most {count - few} different experts")
+    return left_out
+
+
+def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
     has_encoder, first = header.first_decoder_layer > 0, 0
-    unknown = set().union(*(keys for since, keys in _PASS_KEYS_SINCE.items() if version < since))
-    _check_keys(plain, _PASS_KEYS - unknown - (set() if has_encoder else {_ENCODER_PASS_KEY}))
+    _check_keys(plain, _PASS_KEYS - (set() if has_encoder else {_ENCODER_PASS_KEY}))
     if has_encoder:
         first = _number(plain, _ENCODER_PASS_KEY)
         if first not in (0, header.first_decoder_layer):
@@ -251,9 +241,9 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
     for layer, left_out in enumerate(header.left_out[first:end]):
         if left_out and not set(left_out).isdisjoint(chosen[layer]):
             raise ValueError(f"`chosen[{layer}]`: a token chooses an expert that the bundle leaves out")
-    total, prompt_scores = sum(header.experts), plain.get("prompt_scores")
+    total, prompt_scores = sum(header.experts), plain["prompt_scores"]
     for name, is_wanted in (("scores", tokens == 1), ("prompt_scores", tokens > 1)):
-        if plain.get(name) is not None and (has_encoder or not is_wanted):
+        if plain[name] is not None and (has_encoder or not is_wanted):
             count = "one token" if tokens == 1 else f"{tokens} tokens"
             raise ValueError(f"`{name}`: expected null {'with an encoder' if has_encoder else f'in a pass of {count}'}")
     advice = [
@@ -270,7 +260,7 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
         elapsed_ns=_number(plain, "elapsed_ns"),
         stall_ns=_number(plain, "stall_ns"),
         first_layer=first,
-        scores=None if plain.get("scores") is None else read_scores(plain["scores"], header.experts),
+        scores=None if plain["scores"] is None else read_scores(plain["scores"], header.experts),
         prompt_scores=None if prompt_scores is None else read_prompt_scores(prompt_scores, header.experts),
     )
 

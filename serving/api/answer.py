@@ -176,12 +176,10 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-async def send_json(
-    send: Send, value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = (), kind: str = "application/json"
-) -> None:
+async def send_json(send: Send, value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:
     """Send a value as the whole response. An EncodedList may be in it."""
     parts = [value] if isinstance(value, bytes) else json_parts(value)
-    plain = [("content-type", kind), ("content-length", str(sum(map(len, parts)))), *headers]
+    plain = [("content-type", "application/json"), ("content-length", str(sum(map(len, parts)))), *headers]
     coded = [(name.lower().encode(), text.encode()) for name, text in plain]
     await send({"type": "http.response.start", "status": status, "headers": coded})
     for piece in pieces(parts):

@@ -39,19 +39,18 @@ class LogProbMemory:
     def __init__(self, context: int) -> None:
         self.limit_bytes, self.held_bytes = log_probs_limit_bytes(context), 0
 
-    def needed_bytes(self, tokens: int, likeliest: int | None, param: str) -> int:
+    def needed_bytes(self, tokens: int, likeliest: int | None) -> int:
         """Return the memory of an answer. Raises RequestError if there is never as much.
 
         tokens: tokens that can get log probabilities.
         likeliest: likeliest tokens for each; None for no log probabilities.
-        param: the field that asks for them.
         """
         if likeliest is None:
             return 0
         per_token = _TOKEN_BYTES + (1 + likeliest) * _ENTRY_BYTES
         if tokens * per_token > self.limit_bytes:
             most = self.limit_bytes // per_token
-            raise bad_field(param, f"asks for {tokens} tokens, and there is memory for {most}; lower `max_tokens`")
+            raise bad_field("logprobs", f"asks for {tokens} tokens, and there is memory for {most}; lower `max_tokens`")
         return tokens * per_token
 
     def hold(self, size_bytes: int) -> None:

@@ -75,7 +75,15 @@ class SavedSlots:
         self._token_bytes = sum(part.nbytes for part in engine.kv.prefix_parts(0, 1))
         self._identity = identity_of(engine)
         self.saved = self.loaded = 0
-        _check_folder(folder)
+        # Others who can write to the folder could change answers.
+        remedy = "name a folder of your own: mkdir -m 700 DIR"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+        except OSError as error:
+            raise InputError(f"`{folder}` cannot be used for saved slots: {error.strerror}", remedy) from error
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise InputError(f"`{folder}` can be changed by other users", remedy)
         self._remove_unfinished()
         self._others = list[tuple[Path, int]]()
         self._files = self._known_files()
@@ -187,18 +195,6 @@ def identity_of(engine: Engine) -> bytes:
     digest = sha256(encode_manifest(engine.bundle.manifest))
     digest.update(f"{options.kv} {options.modes.expert_activations}".encode())
     return digest.digest()
-
-
-def _check_folder(folder: Path) -> None:
-    """Make the folder. Raises InputError if others can write to it, because they could change answers."""
-    remedy = "name a folder of your own: mkdir -m 700 DIR"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        raise InputError(f"`{folder}` cannot be used for saved slots: {error.strerror}", remedy) from error
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InputError(f"`{folder}` can be changed by other users", remedy)
 
 
 def _used_s(path: Path) -> float:

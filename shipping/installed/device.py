@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import InputError
 from moec.manifests.files.output_file import FileSystem, write_errors
 
-from .places import CURRENT, PREVIOUS, Places, check_device_folder, locked, remove_link, set_link
+from .places import CURRENT, PREVIOUS, Places, check_device_folder, locked, remove_previous, set_link
 from .prune import kept_names, tidy
 from .receipt import difference, read_receipt, recheck
 from .state import DeviceState, read_state, write_state
@@ -52,28 +52,14 @@ def installed_bundles(folder: Path) -> tuple[DeviceState, list[dict[str, Any]]]:
     return state, bundles
 
 
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """Result of a rollback.
-
-    left, current: names of the bundles before and after.
-    channel, sequence: what is not pulled again until a higher sequence appears.
-    """
-
-    left: str
-    current: str
-    channel: str
-    sequence: int
-
-
-def roll_back(folder: Path, check: Callable[[Path], object], system: FileSystem | None = None) -> RolledBack:
+def roll_back(folder: Path, check: Callable[[Path], object]) -> dict[str, Any]:
     """Switch to the previous bundle. The one that is left stays on disk until the next pull.
 
     check: opens a bundle and runs its self-test; it raises an error if the bundle must not be used.
+    Returns the fields of `moec rollback --json`. What `channel` and `sequence` name is not pulled again.
     Raises InputError if there is no previous bundle, or if its files changed. Raises the errors of `check`.
     """
-    system = system or FileSystem()
-    places = Places(folder)
+    places, system = Places(folder), FileSystem()
     if not folder.is_dir():
         raise InputError(f"`{folder}` is no folder of installed bundles", "name the folder that `moec pull` made")
     check_device_folder(folder)
@@ -102,8 +88,8 @@ def roll_back(folder: Path, check: Callable[[Path], object], system: FileSystem 
         if older:
             set_link(places, PREVIOUS, older[0], system)
         else:
-            remove_link(places, PREVIOUS, system)
-    return RolledBack(current, target, left.channel, sequence)
+            remove_previous(places, system)
+    return {"left": current, "current": target, "channel": left.channel, "sequence": sequence}
 
 
 def _nothing_to_return_to(folder: Path) -> InputError:

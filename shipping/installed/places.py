@@ -162,10 +162,10 @@ def check_links(places: Places, system: FileSystem) -> None:
     system.remove(growing)
 
 
-def remove_link(places: Places, link: str, system: FileSystem) -> None:
-    """Remove a link if it is there. Raises OSError."""
+def remove_previous(places: Places, system: FileSystem) -> None:
+    """Remove the link PREVIOUS if it is there. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        system.remove(places.folder / link)
+        system.remove(places.folder / PREVIOUS)
         system.sync_directory(places.folder)
 
 

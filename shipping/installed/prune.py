@@ -10,7 +10,7 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import WRITING_SUFFIX, FileSystem
 
-from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, is_own_name, remove_link
+from .places import JOURNAL_SUFFIX, REMOVING_SUFFIX, Places, is_own_name, remove_previous
 from .state import DeviceState, write_state
 
 _BLOCK_BYTES = 512
@@ -38,7 +38,7 @@ def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spa
     staying = {*kept_names(places, state, keep), *([spared] if spared else [])}
     gone = sorted(set(places.ids()) - staying)
     if places.previous is not None and places.previous not in staying:
-        remove_link(places, PREVIOUS, system)
+        remove_previous(places, system)
     left = state.without_bundles({item.name for item in state.bundles} - staying)
     if left != state:
         write_state(places, left, system)

@@ -239,17 +239,7 @@ def read_signed_manifest(
     except UnknownFormatVersion as error:
         raise DeviceRefused(error.message, "install a newer moec on this device") from error
     verify_signature(signature, data, manifest, keys, f"{store.address}/{signature_path(digest)}")
-    _check_described(channel, bundle, manifest, len(data))
-    return SignedManifest(manifest, data, signature)
-
-
-def _is_named(data: bytes, bundle: ChannelBundle) -> bool:
-    """Return whether these bytes are the `moec.json` that the channel names."""
-    return len(data) == bundle.manifest_bytes and hashlib.sha256(data).hexdigest() == bundle.manifest_sha256
-
-
-def _check_described(channel: Channel, bundle: ChannelBundle, manifest: BundleManifest, manifest_bytes: int) -> None:
-    """Raise ChannelRefused if a channel describes another bundle than its manifest does."""
+    manifest_bytes = len(data)
     total = manifest_bytes + sum(entry.size_bytes for entry in manifest.files)
     for what, stated, actual in (
         ("model", channel.model, manifest.name),
@@ -263,3 +253,9 @@ def _check_described(channel: Channel, bundle: ChannelBundle, manifest: BundleMa
             )
     if not manifest.certified:
         raise ChannelRefused(f"the bundle of `{bundle.device}` is not certified", "push a finished bundle")
+    return SignedManifest(manifest, data, signature)
+
+
+def _is_named(data: bytes, bundle: ChannelBundle) -> bool:
+    """Return whether these bytes are the `moec.json` that the channel names."""
+    return len(data) == bundle.manifest_bytes and hashlib.sha256(data).hexdigest() == bundle.manifest_sha256

@@ -96,7 +96,7 @@ def install(
         partial.keep_manifest(installation.signed.manifest_bytes)
         delta = _linked(partial, delta_of(installation))
         plan = plan_of(installation, delta, partial.done)
-        missing = _missing_bytes(places.folder, plan)
+        missing = _needed_bytes(plan) - shutil.disk_usage(places.folder).free
         if missing > 0 and make_room(missing):
             delta = _linked(partial, delta_of(installation))
             plan = plan_of(installation, delta, partial.done)
@@ -139,11 +139,6 @@ def _linked(partial: PartialBundle, delta: Delta) -> Delta:
 
 def _needed_bytes(plan: PullPlan) -> int:
     return plan.copied_bytes + plan.fetched_bytes + _SPARE_BYTES
-
-
-def _missing_bytes(folder: Path, plan: PullPlan) -> int:
-    """Return the bytes of a plan that the disk has no space for; 0 or less if it has."""
-    return _needed_bytes(plan) - shutil.disk_usage(folder).free
 
 
 def _require_disk(installation: Installation, plan: PullPlan) -> None:

@@ -64,7 +64,14 @@ class PartialBundle:
         self._unsynced = {number for number, done in enumerate(self.done) if done.size_bytes}
         if not is_implied_folder(self.folder):
             system.make_directory(self.folder)
-        self._remove_foreign()
+        # Remove what is no file of this bundle.
+        expected = {entry.name for entry in self.entries} | {GROWING_MANIFEST}
+        for foreign in os.listdir(self.folder):
+            mode = os.lstat(self.folder / foreign).st_mode
+            if stat.S_ISDIR(mode):
+                shutil.rmtree(self.folder / foreign)
+            elif foreign not in expected or not stat.S_ISREG(mode):
+                self._system.remove(self.folder / foreign)
         self._journal = Journal(places.journal(name), manifest_sha256, boot_name())
 
     def __enter__(self) -> PartialBundle:
@@ -73,16 +80,6 @@ class PartialBundle:
     def __exit__(self, *raised: object) -> None:
         with self._changed:
             self._journal.close()
-
-    def _remove_foreign(self) -> None:
-        """Remove what is no file of this bundle. Raises OSError."""
-        expected = {entry.name for entry in self.entries} | {GROWING_MANIFEST}
-        for foreign in os.listdir(self.folder):
-            mode = os.lstat(self.folder / foreign).st_mode
-            if stat.S_ISDIR(mode):
-                shutil.rmtree(self.folder / foreign)
-            elif foreign not in expected or not stat.S_ISREG(mode):
-                self._system.remove(self.folder / foreign)
 
     @property
     def done_bytes(self) -> int:

@@ -210,7 +210,11 @@ class FileStore:
         with write_errors(place, StoreFailed), made_folders(place, self._system):
             if self._lock is None:
                 self._lock = self._locked()
-                self._remove_leftovers()
+                # Remove small files that a killed process was writing. `commit` does so in a bundle.
+                channels = (self._folder / channel_path(DEFAULT_CHANNEL)).parent
+                for folder in (self._folder, *([channels] if is_implied_folder(channels) else [])):
+                    for path in folder.glob(f".*{WRITING_SUFFIX}"):
+                        self._system.remove(path)
             yield
 
     def _locked(self) -> int:
@@ -224,13 +228,6 @@ class FileStore:
         except OSError:  # a file system without locks
             pass
         return descriptor
-
-    def _remove_leftovers(self) -> None:
-        """Remove small files that a killed process was writing. `commit` does so in a bundle. Raises OSError."""
-        channels = (self._folder / channel_path(DEFAULT_CHANNEL)).parent
-        for folder in (self._folder, *([channels] if is_implied_folder(channels) else [])):
-            for path in folder.glob(f".*{WRITING_SUFFIX}"):
-                self._system.remove(path)
 
 
 def _check_folder(folder: Path, for_writing: bool) -> None:

@@ -44,9 +44,8 @@ class HubStore(UrlFiles):
         *,
         for_writing: bool = False,
         endpoint: str | None = None,
-        token: str | None = None,
     ) -> None:
-        """endpoint, token: address of the hub, and its token; None: the settings of huggingface_hub.
+        """endpoint: address of the hub; None: the setting of huggingface_hub, as for the token.
 
         A hub without TLS gets no token. Raises InputError if one would be needed, because the store is for writing.
         Raises StoreFailed if the repository cannot be made.
@@ -54,7 +53,7 @@ class HubStore(UrlFiles):
         self.address = str(address)
         self._name, self._revision = f"{address.host}/{address.path}", address.revision or "main"
         self._endpoint = endpoint or constants.ENDPOINT
-        token = token or get_token()
+        token = get_token()
         if token is not None and not keeps_secrets(self._endpoint):
             token = None
             if for_writing:

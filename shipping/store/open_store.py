@@ -36,7 +36,15 @@ def open_store(
         registry = Registry(base_url, address.path, access.registry_login(address.host), options)
         return OciStore(str(address), registry)
     try:
-        return _with_package(address, for_writing, options)
+        if address.scheme in (S3, GS):
+            from .object_store import ObjectStore
+
+            return ObjectStore(address, options)
+        if address.scheme == HF:
+            from .hub_store import HubStore
+
+            return HubStore(address, options, for_writing=for_writing)
+        raise ValueError(f"no store for {address.scheme}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("obstore", "huggingface_hub"):
@@ -45,15 +53,3 @@ def open_store(
             f"an address of {address.scheme} needs the package `{package}`, which is not installed",
             'pip install "moec[ship]"',
         ) from error
-
-
-def _with_package(address: Address, for_writing: bool, options: HttpOptions | None) -> Store:
-    if address.scheme in (S3, GS):
-        from .object_store import ObjectStore
-
-        return ObjectStore(address, options)
-    if address.scheme == HF:
-        from .hub_store import HubStore
-
-        return HubStore(address, options, for_writing=for_writing)
-    raise ValueError(f"no store for {address.scheme}")

@@ -21,8 +21,8 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from tests.accelerator.conftest import name_of
+from tests.accelerator.simulated_device import SimulatedDevice
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole
 from tests.runtime.cache_kinds import caches_of
@@ -75,8 +75,8 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     manifest, experts, storage = engine.bundle.manifest, engine.model.experts, engine.storage
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     budget = sum(sizes) // 3 + COPY_SLOTS * max(sizes)
-    device = SimulatedDevice(EVEN, budget)
-    placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
+    device = SimulatedDevice(EVEN)
+    placement = place_experts(sizes, range(0, len(sizes)), budget, 0, 0)
     residents = bring(device, placement, experts, storage)
     engine.model.accelerator = CooperativeExperts(
         device, experts, sizes, lambda index: False, placement, residents, {}, EVEN, cooperation
@@ -98,7 +98,7 @@ def test_splitting_and_bringing_together_change_no_bit(
         found = logits_of(engine)
         assert engine.model.accelerator is not None
         counts = engine.model.accelerator.counts
-    assert counts.resident > 0 and device.now_ns > 0
+    assert counts.resident > 0 and device.clock.now_ns > 0
     assert (counts.copied > 0) == (cooperation != "cpu") and (counts.cpu > 0) == (cooperation != "gpu")
     assert np.array_equal(found.view(np.uint32), on_cpu.view(np.uint32))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,18 @@ from hypothesis import strategies as st
 from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, layer_ns, pass_ns, prefill_ns
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime import kernels
+from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes, expert_bytes
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line, mean_latency, measure_latency
 from moec.runtime.accelerator.placement import place_experts, working_bytes
-from moec.runtime.accelerator.planner import Action, ExpertLoad, pays_alone, plan_layer, schedule
+from moec.runtime.accelerator.planner import Action, ExpertLoad, Job, job_of, pays_alone, plan_layer, schedule
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from moec.runtime.storage.read_storage import open_storage
+from tests.accelerator.simulated_device import SimulatedDevice
 from tests.kernels.products import expert_of
 
 
@@ -37,12 +39,12 @@ def test_what_is_placed_fits_and_nothing_more_popular_would_have(
 ) -> None:
     order = list(range(len(sizes)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    floor = 2 * max(sizes) + dense + 7
+    floor = COPY_SLOTS * max(sizes) + dense + 7
     if budget < floor:
         with pytest.raises(MemoryBudgetExceeded, match=f"floor of {floor} "):
-            place_experts(sizes, order, budget, 2, 7, dense)
+            place_experts(sizes, order, budget, 7, dense)
         return
-    found = place_experts(sizes, order, budget, 2, 7, dense)
+    found = place_experts(sizes, order, budget, 7, dense)
     assert found.resident_bytes == sum(sizes[index] for index in found.resident)
     assert found.fixed_bytes == floor and found.fixed_bytes + found.resident_bytes <= budget
     room = budget - floor
@@ -97,13 +99,13 @@ def test_too_little_for_a_line_is_refused(tokens: tuple[int, ...], times_ns: tup
 
 
 def test_a_device_of_known_latencies_is_measured_back() -> None:
-    device = SimulatedDevice(TRUE, 1 << 30)
+    device = SimulatedDevice(TRUE)
     expert, _ = expert_of(96, 64, ("q4g32",) * 3)
 
     def on_cpu(expert: kernels.Expert, x: np.ndarray, *rest: np.ndarray) -> None:
-        device.advance(TRUE.cpu_ns(len(x)))
+        device.clock.now_ns += TRUE.cpu_ns(len(x))
 
-    found = measure_latency(device, expert, device.clock_ns, on_cpu)
+    found = measure_latency(device, expert, lambda: round(device.clock.now_ns), on_cpu)
     assert found.to_plain() == pytest.approx(TRUE.to_plain(), rel=1e-6)
 
 
@@ -119,6 +121,10 @@ def test_a_real_device_is_measured(device: torch.device) -> None:
 def test_several_experts_make_a_mean() -> None:
     other = LatencyModel(0, 100, 1000, 10, 0, 1, 500, 1000)
     assert mean_latency([TRUE, other]) == LatencyModel(2000, 500, 4000, 20, 1, 3, 1750, 6000)
+
+
+def jobs(loads: Sequence[ExpertLoad], latency: LatencyModel) -> list[Job]:
+    return [job_of(load, latency) for load in loads]
 
 
 times = st.floats(0, 1e7, allow_nan=False, width=32)
@@ -156,7 +162,7 @@ def test_the_planner_is_never_worse_than_the_cpu_alone_where_the_host_has_all(
     loads: list[ExpertLoad], latency: LatencyModel
 ) -> None:
     loads = [replace(load, is_in_host=True) for load in loads]
-    alone_ns = schedule([], loads, latency)[1]
+    alone_ns = schedule([], jobs(loads, latency), 0.0)[1]
     assert plan_layer(loads, latency, "auto").predicted_ns <= alone_ns * (1 + 1e-9)
 
 
@@ -234,7 +240,7 @@ def test_no_other_choice_of_copies_beats_the_planner_where_experts_have_one_size
     for size in range(len(missing) + 1):
         for copied in itertools.combinations(missing, size):
             own = [load for load in reversed(missing) if load not in copied]
-            least = min(least, schedule(copied, own, constant, device_ns)[1])
+            least = min(least, schedule(jobs(copied, constant), jobs(own, constant), device_ns)[1])
     assert plan_layer(loads, constant, "auto").predicted_ns <= 1.05 * least + 1e-6
 
 
@@ -260,7 +266,7 @@ def test_a_copy_waits_for_a_slot_while_the_processor_computes() -> None:
     latency = LatencyModel(10, 0, 0, 0, 0, 100 / SIZE)
     copies = [ExpertLoad(index, 9, SIZE, is_resident=False) for index in range(3)]
     own = [ExpertLoad(9 - index, 1, SIZE, is_resident=False) for index in range(2)]
-    order, end_ns = schedule(copies, own, latency, slots=2)
+    order, end_ns = schedule(jobs(copies, latency), jobs(own, latency), 0.0, 2)
     assert order == (0, 1, 9, 8, 2) and end_ns == 300
 
 
@@ -291,14 +297,3 @@ def test_the_cpu_alone_takes_what_the_latencies_say() -> None:
     assert found == pytest.approx(11 + 3 * (7 + 5 + LATENCY.cpu_ns(5)))
     assert pass_ns(one, LATENCY, residents, "planner", 5, 0) == pytest.approx(11 + 3 * (12 + LATENCY.device_ns(5)))
     assert decode_ns(one, LATENCY, residents, "CPU only", 5, steps=3) == pytest.approx(found)
-
-
-def test_a_simulated_device_has_a_memory() -> None:
-    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
-    device = SimulatedDevice(LATENCY, 15_000)
-    device.keep(expert)
-    assert 0 < device.used_bytes <= 15_000
-    with pytest.raises(MemoryBudgetExceeded, match="simulated device has 15000 bytes"):
-        device.keep(expert)
-    device.close()
-    assert device.used_bytes == 0

@@ -176,23 +176,18 @@ def trace(data: bytes) -> None:
 
 
 def trace_seeds() -> list[bytes]:
-    rates = {"memory_bytes_per_s": 1, "storage_bytes_per_s": 1, "storage_latency_ns": 1}
+    rates = {"memory_bytes_per_s": 1, "storage_bytes_per_s": 1, "storage_latency_ns": 0}
     ahead = {"prefetch_layers": 2, "prefetch_experts": 2, "prefetch_rule": "likely"}
     head: dict[str, object] = {
-        "format": "moec-trace", "version": 3, "bundle": "0" * 64, "experts": [4, 4], "top_k": [2, 2],
+        "format": "moec-trace", "version": 5, "bundle": "0" * 64, "experts": [4, 4], "top_k": [2, 2],
         "prompt_tokens": 2, "threads": 1, "prefetch": "lookahead", "little_experts": 0, **rates, **ahead,
+        "architecture": "ab" * 32, "left_out": [[], []],
     }  # fmt: skip
     times = {name: [1, 1] for name in ("dense_ns", "experts_ns", "shared_ns")}
-    rest = {"head_ns": 1, "elapsed_ns": 9, "stall_ns": 0}
-    prompt = {"tokens": 2, "chosen": [[0, 1, 2, 3], [3, 2, 1, 0]], "advice": [[], []], "scores": None}
-    token = {"tokens": 1, "chosen": [[0, 1], [3, 2]], "advice": [[4, 5], []], "scores": None}
-    recorded = {"version": 5, "architecture": "ab" * 32, "left_out": [[], []], "storage_latency_ns": 0}
-    unscored = {"prompt_scores": None, **times, **rest}
-    files = (
-        (head, {**prompt, **times, **rest}, {**token, **times, **rest}),
-        ({**head, **recorded}, {**prompt, **unscored}, {**token, **unscored}),
-    )
-    return [b"".join(json.dumps(plain).encode() + b"\n" for plain in lines) for lines in files]
+    rest = {"head_ns": 1, "elapsed_ns": 9, "stall_ns": 0, "scores": None, "prompt_scores": None, **times}
+    prompt = {"tokens": 2, "chosen": [[0, 1, 2, 3], [3, 2, 1, 0]], "advice": [[], []], **rest}
+    token = {"tokens": 1, "chosen": [[0, 1], [3, 2]], "advice": [[4, 5], []], **rest}
+    return [b"".join(json.dumps(plain).encode() + b"\n" for plain in (head, prompt, token))]
 
 
 def popularity(data: bytes) -> None:

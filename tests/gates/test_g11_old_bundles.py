@@ -69,7 +69,12 @@ MISREAD: list[tuple[str, str, Any]] = [
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpacked:
     """Return the folder of a bundle. It is unpacked at the first call."""
     root = tmp_path_factory.mktemp("released")
-    return cache(lambda name: unpack_bundle(RELEASED / f"{name}.moec", root / name).path)
+
+    def unpack(name: str) -> Path:
+        unpack_bundle(RELEASED / f"{name}.moec", root / name)
+        return root / name
+
+    return cache(unpack)
 
 
 @pytest.fixture(params=kernels.available())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from moec.cli.simulation.energy import token_joules
+from moec.cli.simulation.predictions import token_joules
 
 from ..figure import Figure, Measured, Panel, Verdict, percent
 from ..inputs import Inputs, mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -423,33 +424,15 @@ def compile_options(values: dict[str, Any]) -> CompileOptions:
     from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
     from moec.compiler.request.targets import choose_target
 
-    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
-    return CompileOptions(
-        target=target,
-        data=values["data"],
-        tasks=tuple(values["tasks"]),
-        dense_bits=values["dense_bits"],
-        bits=_bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
-        group_sizes=_numbers(values["group_size"]),
-        sensitivity=values["sensitivity"],
-        search=values["search"],
-        effort=values["effort"],
-        objective=values["objective"],
-        quantizer=values["quantizer"],
-        shots=values["shots"],
-        limit=values["limit"],
-        seed=values["seed"],
-        comparisons=values["comparisons"],
-        symmetric=values["symmetric"],
-        confidence=values["confidence"],
-        fallback_bits=values["fallback_bits"],
-        prune=values["prune"],
-        swaps=values["swaps"],
-        path_keys=values["path_keys"],
-        long_items=values["long_items"],
-        task_settings=task_settings(values),
-        torch_device=values["torch_device"],
-    )
+    given = {field.name: values[field.name] for field in fields(CompileOptions) if field.name in values}
+    given |= {
+        "target": choose_target(*(values[name] for name in ("loss", "kl", "bits_per_weight", "size", "uniform"))),
+        "tasks": tuple(values["tasks"]),
+        "bits": _bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
+        "group_sizes": _numbers(values["group_size"]),
+        "task_settings": task_settings(values),
+    }
+    return CompileOptions(**given)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -17,9 +17,15 @@ from ...options.opening import bundle_folder
 from ...options.paths import PLACE, bundle_argument, file_option, json_option
 from ...options.set_option import RUN_SETTINGS, Table, set_option
 from ...options.systems import as_option, prescribed
-from ...simulation.energy import joules_text, power_text, token_joules
 from ...simulation.lossy_replay import require_scores
-from ...simulation.predictions import Row, Simulation, has_static_routers
+from ...simulation.predictions import (
+    Row,
+    Simulation,
+    has_static_routers,
+    joules_text,
+    power_text,
+    token_joules,
+)
 from ...simulation.simulated_device import device_rates, parse_accelerator, shared_device
 from ...simulation.traces import open_traces, replayed_bundle
 from ...terminal import output

@@ -70,10 +70,9 @@ def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
 
     result = roll_back(folder, lambda bundle: output.say(check_bundle(bundle, memory)))
     if as_json:
-        facts = {"left": result.left, "current": result.current, "channel": result.channel}
-        output.data_json({**facts, "sequence": result.sequence})
+        output.data_json(result)
         return
     output.data(
-        f"returned from `{result.left}` to `{result.current}`; sequence {result.sequence} of the channel "
-        f"`{result.channel}` is not installed again"
+        f"returned from `{result['left']}` to `{result['current']}`; sequence {result['sequence']} of the channel "
+        f"`{result['channel']}` is not installed again"
     )

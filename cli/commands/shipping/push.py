@@ -110,9 +110,8 @@ def push_command(
         ProgressBar("pushing") as sending,
     ):
         now = datetime.now(timezone.utc)
-        pushed = push_bundles(folders, store, key, request, now, accepted, again, verifying, sending)
+        written, sent_bundles = push_bundles(folders, store, key, request, now, accepted, again, verifying, sending)
         address = store.address
-    written = pushed.channel
     if as_json:
         names = ("channel", "model", "sequence", "expires", "minimum_moec")
         output.data_json({
@@ -130,11 +129,11 @@ def push_command(
                     "sent_bytes": sent.sent_bytes,
                     "signed_now": sent.bundle.is_signed_now,
                 }
-                for sent in pushed.bundles
+                for sent in sent_bundles
             ],
         })  # fmt: skip
         return
-    for sent in pushed.bundles:
+    for sent in sent_bundles:
         entry = sent.bundle.entry
         output.data(
             f"`{sent.bundle.path}` for `{entry.device}`: {output.human_bytes(sent.sent_bytes)} of "

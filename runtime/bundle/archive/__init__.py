@@ -3,7 +3,7 @@
 A bundle is unpacked before it runs. Reads of experts at run time do not use this package.
 """
 
-from .pack import Packed, pack_bundle
-from .unpack import Unpacked, unpack_bundle
+from .pack import pack_bundle
+from .unpack import unpack_bundle
 
-__all__ = ["Packed", "Unpacked", "pack_bundle", "unpack_bundle"]
+__all__ = ["pack_bundle", "unpack_bundle"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,30 +53,6 @@ LEAST_GAIN = 0.02
 MAX_STRONGEST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMember:
-    """One file of the archive; level 0 means stored without compression."""
-
-    name: str
-    raw_bytes: int
-    stored_bytes: int
-    level: int
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A finished archive.
-
-    kept_bytes: raw bytes of chunks that an interrupted run had already written.
-    """
-
-    path: Path
-    raw_bytes: int
-    archive_bytes: int
-    kept_bytes: int
-    members: tuple[PackedMember, ...]
-
-
 def pack_bundle(
     bundle: Path,
     archive: Path,
@@ -85,59 +60,50 @@ def pack_bundle(
     *,
     overwrite: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Packed:
+) -> int:
     """Write a bundle into one file. The digest of every file is checked on the way.
 
     The archive grows in `ARCHIVE.partial` and gets its name when it is complete and synced.
     After a killed run the next run keeps the complete chunks in it. After an error nothing is left.
     progress: called with (raw bytes done, raw bytes in all).
     overwrite: whether an existing archive may be replaced.
+    Returns the raw bytes of chunks that an interrupted run had already written.
     Raises BundleError for a bundle that does not open or has changed. Raises OptionError, DoesNotFit, InputError.
     """
     bundle, archive = Path(bundle), Path(archive)
     with file_errors(archive), open_bundle(bundle) as opened:
         raw_manifest = opened.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
         members = members_of(opened.manifest, len(raw_manifest))
-        _check_target(bundle, archive, overwrite)
+        if archive.is_dir() or (os.path.lexists(archive) and not overwrite):
+            raise OptionError(f"`{archive}` exists", "choose another file or remove it")
+        if archive.parent.resolve() == bundle.resolve():
+            raise OptionError(f"`{archive}` lies inside the bundle", "choose a file outside it")
         count = sum(member.chunk_count(chunk_bytes) for member in members)
         if count > MAX_CHUNKS:
             raise OptionError(f"`{bundle}` takes {count} chunks, an archive holds {MAX_CHUNKS}", "use larger chunks")
         total = sum(member.size_bytes for member in members)
         unfinished = encode_unfinished(chunk_bytes, raw_manifest, count)
         partial = archive.with_name(archive.name + PARTIAL_SUFFIX)
-        file = _open_unfinished(partial)
+        # Open the unfinished archive, new or left by a killed run.
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if not is_file or os.pread(descriptor, len(MAGIC), 0) not in (b"", MAGIC, UNFINISHED_MAGIC):
+            os.close(descriptor)
+            raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
+        file = os.fdopen(descriptor, "r+b")
         try:
             with file:
                 there = os.fstat(file.fileno()).st_size
                 require_free_bytes(archive.parent, max(0, HEADER_BYTES + count * RECORD_BYTES + total - there))
                 packer = _Packer(file, unfinished, count, total, progress)
-                done = tuple(packer.add(opened.files[member.name], member, chunk_bytes) for member in members)
+                for member in members:
+                    packer.add(opened.files[member.name], member, chunk_bytes)
                 packer.finish(encode_index(chunk_bytes, len(raw_manifest), packer.chunks))
             put_in_place(partial, archive)
         except (MoecError, OSError):
             partial.unlink(missing_ok=True)
             raise
-    return Packed(archive, total, archive.stat().st_size, packer.kept_bytes, done)
-
-
-def _check_target(bundle: Path, archive: Path, overwrite: bool) -> None:
-    if archive.is_dir() or (os.path.lexists(archive) and not overwrite):
-        raise OptionError(f"`{archive}` exists", "choose another file or remove it")
-    if archive.parent.resolve() == bundle.resolve():
-        raise OptionError(f"`{archive}` lies inside the bundle", "choose a file outside it")
-
-
-def _open_unfinished(partial: Path) -> BinaryIO:
-    """Open the unfinished archive, new or left by a killed run.
-
-    Raises OptionError if the file is something else. Raises OSError.
-    """
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    if not is_file or os.pread(descriptor, len(MAGIC), 0) not in (b"", MAGIC, UNFINISHED_MAGIC):
-        os.close(descriptor)
-        raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
-    return os.fdopen(descriptor, "r+b")
+    return packer.kept_bytes
 
 
 class _Packer:
@@ -158,9 +124,9 @@ class _Packer:
             file.truncate()
             file.write(unfinished + bytes(count * RECORD_BYTES))
 
-    def add(self, file: BundleFile, member: Member, chunk_bytes: int) -> PackedMember:
+    def add(self, file: BundleFile, member: Member, chunk_bytes: int) -> None:
         """Append one opened file. Raises ChecksumMismatch, BundleIncomplete if it differs from the manifest."""
-        digest, start, path = hashlib.sha256(), self._offset, file.path
+        digest, path = hashlib.sha256(), file.path
         with open(file.descriptor, "rb", closefd=False) as source:
             source.seek(0)
             level = choose_level(sample(source, member.size_bytes), self._total)
@@ -177,7 +143,6 @@ class _Packer:
                     self._progress(self._done, self._total)
         if member.sha256 not in (None, digest.hexdigest()):
             raise ChecksumMismatch(f"`{path}` differs from the digest in `{MANIFEST_NAME}`", "copy the bundle again")
-        return PackedMember(member.name, member.size_bytes, self._offset - start, level)
 
     def _keep(self, member: str, number: int, raw: bytes) -> bool:
         """Keep the next chunk if it is already in the file, and return whether it is.

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -44,21 +43,9 @@ from .layout import (
 _UNFINISHED_MANIFEST = f".{MANIFEST_NAME}.writing"
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    """A finished bundle folder.
-
-    kept_bytes: bytes that an interrupted run had already written.
-    """
-
-    path: Path
-    raw_bytes: int
-    kept_bytes: int
-
-
 def unpack_bundle(
     archive: Path, target: Path, progress: Progress | None = None, *, max_bytes: int | None = None
-) -> Unpacked:
+) -> int:
     """Write the bundle in an archive to the new folder `target`.
 
     The files grow in `TARGET.partial`. `moec.json` is written last, then the folder gets its name.
@@ -66,6 +53,7 @@ def unpack_bundle(
 
     progress: called with (raw bytes done, raw bytes in all).
     max_bytes: most bytes that the archive may unpack to; None: the free space of the disk.
+    Returns the bytes that an interrupted run had already written.
     Raises BundleError with the damaged chunk. Unpacked files stay, for a better copy of the archive.
     Raises OptionError, DoesNotFit before anything is written. Raises InputError.
     """
@@ -102,7 +90,7 @@ def unpack_bundle(
             raise
         os.rename(partial, target)
         FileSystem().sync_directory(target.parent)
-    return Unpacked(target, total, unpacker.kept_bytes)
+    return unpacker.kept_bytes
 
 
 def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:

@@ -158,7 +158,7 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     form = ChatForm(service, asked, len(tokens), starts_thinking, tools)
     make = chat_requests(service, asked, tokens, log_probs, masks)
     most_tokens = asked.count * service.engine.new_tokens_limit(tokens, asked.max_new_tokens)
-    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs, "logprobs")
+    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs)
     return Answer(service, asked.count, make, form, asked.streams, log_prob_bytes)
 
 

@@ -119,7 +119,7 @@ async def completions(service: Service, body: dict[str, Any]) -> Answer:
 
     limit = service.engine.new_tokens_limit
     most_tokens = sum(limit(ids, asked.max_new_tokens) + scores * len(ids) for _, ids in repeated)
-    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs, "logprobs")
+    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs)
     return Answer(service, len(repeated), make, form, asked.streams, log_prob_bytes)
 
 

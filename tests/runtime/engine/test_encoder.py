@@ -26,7 +26,7 @@ from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.layers.routing import within_capacity
 from moec.runtime.simulation.recorded_advice import table_advice
 from moec.runtime.simulation.replay import replay
-from moec.runtime.simulation.timeline import DeviceRates, predict_timeline
+from moec.runtime.simulation.timeline import DeviceRates, SimulatedMachine, predict_steps, timed_pass
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.trace.trace import Access, Trace, TraceHeader, TraceRecorder
 from tests.gates.bundles import emit_bundle
@@ -357,5 +357,6 @@ def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
         for at, recorded in enumerate(each.advice):
             assert tuple(advice(each, each.first_layer + at)) == recorded
     spec = replayed_spec(bundle, capacity, capacity // 2)
-    found = predict_timeline(trace, spec, "lrfu", RATES, advice)
+    steps = [(timed_pass(traced, trace.header.first_expert, advice),) for traced in trace.passes]
+    found = predict_steps(steps, trace.prompt_passes, spec, "lrfu", SimulatedMachine(RATES))
     assert found.cache.prefetch_reads > 0 and found.tokens == len(ANSWER)

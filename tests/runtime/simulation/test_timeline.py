@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,18 +14,18 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.policies import SCORES, PolicyScore
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import (
+    Advice,
     DeviceRates,
     Event,
     SimulatedMachine,
     Timeline,
     predict_steps,
-    predict_timeline,
     timed_pass,
 )
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
@@ -61,13 +62,26 @@ def trace_of(passes: list[TracedPass], experts: list[int], top_k: int) -> Trace:
     return Trace(header, tuple(passes))
 
 
+def timeline_of(
+    trace: Trace,
+    spec: CacheSpec,
+    policy: str | PolicyScore,
+    rates: DeviceRates,
+    advice: Advice,
+    warm: Sequence[int] = (),
+) -> Timeline:
+    """Return the times of a trace on a machine of these rates, without an accelerator."""
+    steps = [(timed_pass(traced, trace.header.first_expert, advice),) for traced in trace.passes]
+    return predict_steps(steps, trace.prompt_passes, spec, policy, SimulatedMachine(rates), warm)
+
+
 def small(passes: list[TracedPass], capacity: int, rates: DeviceRates = RATES, pins: int = 0) -> Timeline:
     """One or more layers of two experts of 100 bytes each, top-1, LRU, cold."""
     layers = len(passes[0].chosen)
     records = expert_records(np.repeat(np.arange(layers), 2), np.zeros(2 * layers), layers)
     sizes = np.full(2 * layers, 100, np.int64)
     trace = trace_of(passes, [2] * layers, 1)
-    return predict_timeline(trace, CacheSpec(sizes, capacity, records, pins), "lru", rates, recorded_advice)
+    return timeline_of(trace, CacheSpec(sizes, capacity, records, pins), "lru", rates, recorded_advice)
 
 
 def test_a_miss_waits_for_its_read_and_a_hit_does_not() -> None:
@@ -87,7 +101,7 @@ def test_hits_compute_while_misses_are_read() -> None:
     passes = [one_token([[0, 2]]), one_token([[0, 1]], experts=200)]
     records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
     trace = trace_of(passes, [3], 2)
-    found = predict_timeline(trace, CacheSpec(np.full(3, 100, np.int64), 200, records), "lru", RATES, no_advice)
+    found = timeline_of(trace, CacheSpec(np.full(3, 100, np.int64), 200, records), "lru", RATES, no_advice)
     # 10 dense, then the read of 105 under the 100 of expert 0, 5 more of waiting, 100 of expert 1.
     assert found.tpot_mean_ns == 10 + 105 + 100
     # Cold: one reader, both reads after one another, the first expert's 10 ns under the second read.
@@ -98,7 +112,7 @@ def test_two_readers_hide_a_latency_but_share_the_bandwidth() -> None:
     records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
     trace = trace_of([one_token([[0, 2]])], [3], 2)
     spec, two = CacheSpec(np.full(3, 100, np.int64), 200, records), replace(RATES, readers=2)
-    assert predict_timeline(trace, spec, "lru", two, no_advice).ttft_ns == 10 + 5 + 100 + 100 + 10
+    assert timeline_of(trace, spec, "lru", two, no_advice).ttft_ns == 10 + 5 + 100 + 100 + 10
 
 
 def test_neighbours_share_a_latency_and_arrive_together() -> None:
@@ -155,7 +169,7 @@ def test_an_encoder_runs_once_and_its_experts_go_first() -> None:
     steps = [replace(one_token([[expert]]), first_layer=1) for expert in (0, 1, 0)]
     header = replace(trace_of([encoded], [2, 2], 1).header, first_decoder_layer=1)
     trace = Trace(header, (encoded, *steps))
-    found = predict_timeline(trace, CacheSpec(np.full(4, 100, np.int64), 200, records), "lru", RATES, recorded_advice)
+    found = timeline_of(trace, CacheSpec(np.full(4, 100, np.int64), 200, records), "lru", RATES, recorded_advice)
     # Encoder: 10 dense, 105 and 105 of reads with the first expert's 10 under the second, 10, 7 of the head. Then the
     # decoder's first token, for which an expert of the encoder goes: 10, 105, 20.
     assert found.ttft_ns == 10 + 105 + 105 + 10 + 7 + 10 + 105 + 20
@@ -200,13 +214,13 @@ def test_without_advice_time_changes_no_count(
     """The counts of the replay, which are those of the real cache; faster storage is never slower."""
     capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
     spec, warm = CacheSpec(sizes, capacity, records, capacity), warm_order(records).tolist()
-    found = predict_timeline(trace, spec, policy, device, no_advice, warm)
+    found = timeline_of(trace, spec, policy, device, no_advice, warm)
     counts = replay(trace.accesses(), spec, policy, warm)
     assert found.cache.replayable_counts() == counts.replayable_counts()
-    again = predict_timeline(trace, spec, policy, device, no_advice, warm)
+    again = timeline_of(trace, spec, policy, device, no_advice, warm)
     assert again == found
     faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
-    better = predict_timeline(trace, spec, policy, faster, no_advice, warm)
+    better = timeline_of(trace, spec, policy, faster, no_advice, warm)
     # Reads end at whole nanoseconds: a first token that is one earlier may leave that one to the others.
     assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0) + 1
 
@@ -217,7 +231,7 @@ def test_advice_keeps_the_ledger_and_bounds_the_time(
 ) -> None:
     capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
     spec = CacheSpec(sizes, capacity, records, min(pins, capacity))
-    found = predict_timeline(trace, spec, "lrfu", device, recorded_advice)
+    found = timeline_of(trace, spec, "lrfu", device, recorded_advice)
     assert found.cache.prefetch_used <= found.cache.prefetch_reads and found.cache.late_hits <= found.cache.misses
     assert 0 <= found.stall <= 1 and 0 <= found.busy <= 1
     steps = (found.tpot_mean_ns or 0) * (found.tokens - 1) + found.ttft_ns
@@ -243,7 +257,7 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
     fast = DeviceRates(storage_bytes_per_s=10**12, storage_latency_ns=0, readers=1, compute_scale=1.0)
     slow = Trace(trace.header, tuple(replace(each, experts_ns=(10**6,) * LAYERS) for each in trace.passes))
     records = expert_records(LAYER, popularity, LAYERS)
-    found = predict_timeline(slow, CacheSpec(sizes, capacity, records, pins), policy, fast, recorded_advice)
+    found = timeline_of(slow, CacheSpec(sizes, capacity, records, pins), policy, fast, recorded_advice)
 
     score = SCORES[policy]  # type: ignore[index]
     own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS), pins)
@@ -292,7 +306,7 @@ def test_watching_changes_nothing_and_accounts_for_all_time() -> None:
     found, events = watched(passes, 200)
     records = expert_records(np.repeat(np.arange(2), 2), np.zeros(4), 2)
     spec = CacheSpec(np.full(4, 100, np.int64), 200, records, 200)
-    assert found == predict_timeline(trace_of(passes, [2, 2], 1), spec, "lru", RATES, recorded_advice)
+    assert found == timeline_of(trace_of(passes, [2, 2], 1), spec, "lru", RATES, recorded_advice)
     own = [event for event in events if event.kind not in ("read", "ahead")]
     assert sum(event.end_ns - event.begin_ns for event in own) == max(event.end_ns for event in own)
     waited = sum(event.end_ns - event.begin_ns for event in own if event.kind == "wait")

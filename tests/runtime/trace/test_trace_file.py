@@ -136,12 +136,15 @@ def test_damage_is_refused_or_harmless(trace: Trace, data: st.DataObject, tmp_pa
 
 
 HEADER: dict[str, Any] = {
-    "format": "moec-trace", "version": 1, "bundle": "0" * 64, "experts": [4, 4], "top_k": [2, 1], "prompt_tokens": 2,
-    "prefetch": "lookahead", "threads": 2, "memory_bytes_per_s": 1, "storage_bytes_per_s": 1, "storage_latency_ns": 1,
+    "format": "moec-trace", "version": 5, "bundle": "0" * 64, "experts": [4, 4], "top_k": [2, 1], "prompt_tokens": 2,
+    "prefetch": "lookahead", "threads": 2, "memory_bytes_per_s": 1, "storage_bytes_per_s": 1, "storage_latency_ns": 0,
+    "prefetch_layers": 2, "prefetch_experts": 0, "prefetch_rule": "spread", "little_experts": 3,
+    "architecture": "ab" * 32, "left_out": [[3], []],
 }  # fmt: skip
 PROMPT: dict[str, Any] = {
     "tokens": 2, "chosen": [[0, 1, 1, 2], [3, 3]], "advice": [[4, 7], []], "dense_ns": [1, 1], "experts_ns": [1, 1],
     "shared_ns": [0, 0], "head_ns": 5, "elapsed_ns": 50, "stall_ns": 3,
+    "scores": None, "prompt_scores": None,
 }  # fmt: skip
 TOKEN = {**PROMPT, "tokens": 1, "chosen": [[2, 0], [3]]}
 
@@ -159,7 +162,7 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
 
 
 # One layer of an encoder, one of a decoder.
-ENCODER_HEADER = {**HEADER, "first_decoder_layer": 1}
+ENCODER_HEADER = {**HEADER, "first_decoder_layer": 1, "left_out": []}
 _TIMES = {"dense_ns": [1], "experts_ns": [1], "shared_ns": [0]}
 ENCODED = {**PROMPT, **_TIMES, "chosen": [[0, 1, 1, 2]], "advice": [[4]], "first_layer": 0}
 DECODED = {**PROMPT, **_TIMES, "tokens": 1, "chosen": [[3]], "advice": [[]], "first_layer": 1}
@@ -175,8 +178,6 @@ def numbers(*values: float) -> str:
     return b64encode(np.array(values, "<f4").tobytes()).decode()
 
 
-VERSION_2 = {**HEADER, "version": 2, "prefetch_layers": 2, "prefetch_experts": 0, "prefetch_rule": "spread"}
-VERSION_3 = {**VERSION_2, "version": 3, "little_experts": 3}
 EIGHT = numbers(*range(8))
 SCORES: dict[str, Any] = {
     "logits": EIGHT, "ahead": [[numbers(1, 2, 3, 4)], []], "little_logits": EIGHT, "confidence": 0.25,
@@ -184,26 +185,20 @@ SCORES: dict[str, Any] = {
 
 
 def test_scores_by_hand(tmp_path: Path) -> None:
-    second = [{**PROMPT, "scores": None}, {**TOKEN, "scores": SCORES}]
-    trace = read_trace(written(tmp_path / "t", VERSION_2, *second))
+    trace = read_trace(written(tmp_path / "t", HEADER, PROMPT, {**TOKEN, "scores": SCORES}))
     found = trace.passes[1].scores
     assert found is not None and trace.passes[0].scores is None and found.confidence == 0.25
     assert np.frombuffer(found.logits, "<f4").tolist() == list(range(8))
     assert np.frombuffer(found.ahead[0][0], "<f4").tolist() == [1, 2, 3, 4] and found.ahead[1] == ()
-    assert trace.header.prefetch_layers == 2 and trace.header.little_experts == 0
-    assert read_trace(written(tmp_path / "t", VERSION_3, *second)).header.little_experts == 3
+    assert trace.header.prefetch_layers == 2 and trace.header.little_experts == 3
 
 
-VERSION_4 = {**VERSION_3, "version": 4}
-VERSION_5 = {**VERSION_4, "version": 5, "architecture": "ab" * 32, "left_out": [[3], []], "storage_latency_ns": 0}
 FOUR = numbers(0, 0.5, 0.25, 2)
 PROMPT_SCORES: dict[str, Any] = {"unimportance": EIGHT, "ahead": [[FOUR], []], "ahead_unimportance": [[FOUR], []]}
-BARE = {"scores": None, "prompt_scores": None}
 
 
 def test_scores_of_a_prompt_by_hand(tmp_path: Path) -> None:
-    passes = [{**PROMPT, **BARE, "prompt_scores": PROMPT_SCORES}, {**TOKEN, **BARE}]
-    trace = read_trace(written(tmp_path / "t", VERSION_4, *passes))
+    trace = read_trace(written(tmp_path / "t", HEADER, {**PROMPT, "prompt_scores": PROMPT_SCORES}, TOKEN))
     found = trace.passes[0].prompt_scores
     assert found is not None and trace.passes[1].prompt_scores is None
     assert np.frombuffer(found.unimportance, "<f4").tolist() == list(range(8))
@@ -212,15 +207,11 @@ def test_scores_of_a_prompt_by_hand(tmp_path: Path) -> None:
 
 def prompted(**changes: Any) -> Callable[[], list[Any]]:
     scores = {**PROMPT_SCORES, **changes}
-    return lambda: [VERSION_4, {**PROMPT, **BARE, "prompt_scores": scores}, {**TOKEN, **BARE}]
-
-
-def recorded(**changes: Any) -> Callable[[], list[Any]]:
-    return lambda: [{**VERSION_5, **changes}, {**PROMPT, **BARE}, {**TOKEN, **BARE}]
+    return lambda: [HEADER, {**PROMPT, "prompt_scores": scores}, TOKEN]
 
 
 def scored(**changes: Any) -> Callable[[], list[Any]]:
-    return lambda: [VERSION_2, {**PROMPT, "scores": None}, {**TOKEN, "scores": {**SCORES, **changes}}]
+    return lambda: [HEADER, PROMPT, {**TOKEN, "scores": {**SCORES, **changes}}]
 
 
 def header(**changes: Any) -> Callable[[], list[Any]]:
@@ -235,8 +226,9 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
     ("lines", "message"),
     [
         (header(format="trace"), "line 1 is not of a routing trace: expected the format `moec-trace`, found 'trace'"),
-        (header(version=6), "expected version 1, 2, 3, 4, 5, found 6"),
-        (header(version=True), "expected version 1, 2, 3"),
+        (header(version=6), "expected version 5, found 6"),
+        (header(version=4), "expected version 5, found 4"),
+        (header(version=True), "expected version 5, found True"),
         (header(extra=1), "unknown ['extra'], missing []"),
         (header(bundle="x"), "`bundle`: expected a SHA-256"),
         (header(prefetch="magic"), "`prefetch`: expected one of lookahead"),
@@ -269,27 +261,21 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (scored(confidence=True), "`confidence`: expected null or a number"),
         (scored(confidence=None), "`little_logits`: expected 0 numbers, found 32 bytes"),
         (scored(more=1), "`scores`: expected null or an object of ahead, confidence, little_logits, logits"),
-        (lambda: [VERSION_2, {**PROMPT, "scores": SCORES}], "`scores`: expected null in a pass of 2 tokens"),
-        (lambda: [{**VERSION_2, "prefetch_layers": 9}], "expected at most 4 layers"),
+        (lambda: [HEADER, {**PROMPT, "scores": SCORES}], "`scores`: expected null in a pass of 2 tokens"),
+        (lambda: [{**HEADER, "prefetch_layers": 9}], "expected at most 4 layers"),
         (
-            lambda: [{**VERSION_2, "prefetch_rule": "all"}],
+            lambda: [{**HEADER, "prefetch_rule": "all"}],
             "`prefetch_rule`: expected one of likely, spread",
         ),
-        (lambda: [{**VERSION_3, "version": 2}], "unknown ['little_experts'], missing []"),
-        (lambda: [{**VERSION_2, "version": 3}], "unknown [], missing ['little_experts']"),
-        (lambda: [{**VERSION_3, "little_experts": -1}], "`little_experts`: expected a whole number"),
-        (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
-        (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
+        (lambda: [{**HEADER, "little_experts": -1}], "`little_experts`: expected a whole number"),
         (prompted(unimportance=FOUR), "`unimportance`: expected 8 numbers, found 16 bytes"),
         (prompted(ahead=[]), "`ahead`: expected a list of 2"),
         (prompted(ahead_unimportance=[[EIGHT], []]), "`ahead_unimportance[0]`: expected 4 numbers, found 32 bytes"),
         (prompted(more=1), "`prompt_scores`: expected null or an object of ahead, ahead_unimportance, unimportance"),
         (
-            lambda: [{**VERSION_4, "prompt_tokens": 1}, {**TOKEN, **BARE, "prompt_scores": PROMPT_SCORES}],
+            lambda: [{**HEADER, "prompt_tokens": 1}, {**TOKEN, "prompt_scores": PROMPT_SCORES}],
             "`prompt_scores`: expected null in a pass of one token",
         ),
-        (lambda: [VERSION_3, {**PROMPT, **BARE}], "unknown ['prompt_scores'], missing []"),
-        (lambda: [VERSION_4, {**PROMPT, "scores": None}], "unknown [], missing ['prompt_scores']"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token after the prompt"),
         (lambda: [HEADER], "no pass ends with the prompt"),
         (header(first_decoder_layer=0), "`first_decoder_layer`: expected a whole number of 1 or more"),
@@ -308,17 +294,16 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         ),
         (lambda: [HEADER, [1]], "line 2 is not of a routing trace: expected a JSON object"),
         (
-            recorded(left_out=[[2], []]),
+            header(left_out=[[2], []]),
             "line 2 is not of a routing trace: `chosen[0]`: a token chooses an expert that the",
         ),
-        (recorded(left_out=[[3]]), "`left_out`: expected a list of 2"),
-        (recorded(left_out=[[4], []]), "`left_out[0]`: expected whole numbers of 0 to 3, found 4"),
-        (recorded(left_out=[[3, 3], []]), "`left_out[0]`: expected at most 2 different experts"),
-        (recorded(left_out=[[], [0, 1, 2, 3]]), "`left_out[1]`: expected at most 3 different experts"),
-        (recorded(architecture="ab"), "`architecture`: expected a SHA-256, found 'ab'"),
-        (recorded(architecture=None), "`architecture`: expected a SHA-256, found None"),
-        (recorded(threads=0), "`threads`: expected a whole number of 1 or more"),
-        (lambda: [{**VERSION_5, "version": 4}], "unknown ['architecture', 'left_out'], missing []"),
+        (header(left_out=[[3]]), "`left_out`: expected a list of 2"),
+        (header(left_out=[[4], []]), "`left_out[0]`: expected whole numbers of 0 to 3, found 4"),
+        (header(left_out=[[3, 3], []]), "`left_out[0]`: expected at most 2 different experts"),
+        (header(left_out=[[], [0, 1, 2, 3]]), "`left_out[1]`: expected at most 3 different experts"),
+        (header(architecture="ab"), "`architecture`: expected a SHA-256, found 'ab'"),
+        (header(architecture=None), "`architecture`: expected a SHA-256, found None"),
+        (header(threads=0), "`threads`: expected a whole number of 1 or more"),
     ],
 )
 def test_what_breaks_the_rules_is_refused(lines: Callable[[], list[Any]], message: str, tmp_path: Path) -> None:
@@ -326,6 +311,7 @@ def test_what_breaks_the_rules_is_refused(lines: Callable[[], list[Any]], messag
     with pytest.raises(InputError) as caught:
         read_trace(path)
     assert message in caught.value.message and caught.value.message.startswith(f"`{path}`")
+    assert caught.value.hint == "record it with `moec bench BUNDLE --trace-out FILE`"
 
 
 def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
@@ -409,13 +395,10 @@ def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
 
 
 def test_a_trace_of_a_bundle_without_some_experts_by_hand(tmp_path: Path) -> None:
-    passes = [{**PROMPT, **BARE}, {**TOKEN, **BARE}]
-    found = read_trace(written(tmp_path / "t", VERSION_5, *passes)).header
+    found = read_trace(written(tmp_path / "t", HEADER, PROMPT, TOKEN)).header
     assert found.left_out == ((3,), ()) and found.architecture == "ab" * 32 and found.has_rates
-    earlier = read_trace(written(tmp_path / "t", VERSION_4, *passes)).header
-    assert earlier.left_out == () and earlier.architecture == ""
-    unknown = {**VERSION_5, "left_out": [], "architecture": "", "memory_bytes_per_s": 0}
-    assert not read_trace(written(tmp_path / "t", unknown, *passes)).header.has_rates
+    unknown = {**HEADER, "left_out": [], "architecture": "", "memory_bytes_per_s": 0}
+    assert not read_trace(written(tmp_path / "t", unknown, PROMPT, TOKEN)).header.has_rates
 
 
 def test_a_trace_grows_pass_by_pass_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -436,10 +419,10 @@ def test_a_trace_grows_pass_by_pass_and_a_failure_leaves_nothing(tmp_path: Path)
 
 
 def test_lines_within_limits_of_their_own(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.trace", HEADER, PROMPT, TOKEN)
+    path = written(tmp_path / "a.trace", HEADER, {**PROMPT, "advice": [[4, 7], [5, 6, 7] * 5]}, TOKEN)
     few = JsonLimits(1 << 10, containers=20, values=60, texts=60)
     with opened_trace(path, few) as (_, passes):
         assert len(list(passes)) == 2
-    narrow = JsonLimits(1 << 10, containers=20, values=20, texts=60)
-    with opened_trace(path, narrow) as (_, passes), pytest.raises(InputError, match=r"line 2 .* more than 20 values"):
+    narrow = JsonLimits(1 << 10, containers=20, values=30, texts=60)
+    with opened_trace(path, narrow) as (_, passes), pytest.raises(InputError, match=r"line 2 .* more than 30 values"):
         list(passes)

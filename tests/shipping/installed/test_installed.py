@@ -121,7 +121,7 @@ def test_rollback(device: Device, bundles: list[Path]) -> None:
     names = pull_all(device, bundles[:2])
     tested: list[Path] = []
     result = roll_back(device.folder, tested.append)
-    assert (result.left, result.current, result.sequence) == (names[1], names[0], 2)
+    assert result == {"left": names[1], "current": names[0], "channel": "stable", "sequence": 2}
     assert tested == [device.folder / names[0]]
     assert device.current == digests(bundles[0]) and not os.path.lexists(device.folder / "previous")
     with pytest.raises(InputError, match="has no previous bundle"):
@@ -173,7 +173,7 @@ def test_rollback_in_a_copied_folder(device: Device, bundles: list[Path]) -> Non
     restored = copied(device)
     told = changes(restored)
     assert all(words is not None and words.endswith("was not checked since it was written") for words in told)
-    assert roll_back(restored.folder, lambda folder: None).current == names[0]
+    assert roll_back(restored.folder, lambda folder: None)["current"] == names[0]
     assert restored.current == digests(bundles[0])
     assert changes(restored)[0] is None, "its receipt is renewed"
 

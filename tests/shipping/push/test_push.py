@@ -29,7 +29,7 @@ from moec.manifests.progress import Progress
 from moec.profiles.loading import load_profile
 from moec.runtime.memory.budget import nominal_memory
 from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path, verify_channel
-from moec.shipping.push_bundles import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
+from moec.shipping.push_bundles import LEAST_MOEC, ChannelRequest, SentBundle, push_bundles
 from moec.shipping.signatures.keys import PrivateKey, PublicKey, make_key_pair, read_public_key
 from moec.shipping.signatures.model_signature import sign_bundle, signature_file, verify_signature
 from moec.shipping.store.file_store import FileStore
@@ -114,7 +114,7 @@ def push(
     verifying: Progress | None = None,
     sending: Progress | None = None,
     **request: object,
-) -> Pushed:
+) -> tuple[Channel, list[SentBundle]]:
     opened = FileStore(store, for_writing=True) if isinstance(store, Path) else store
     try:
         asked = replace(ChannelRequest(), **request)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def channel_on(store: Path, name: str = "stable") -> Channel:
 
 def test_a_push_for_two_devices_is_pulled_by_both(tmp_path: Path, boards: list[Path], phone: Path) -> None:
     pushed = push(tmp_path / "store", boards[0], phone)
-    assert pushed.channel == channel_on(tmp_path / "store")
+    assert pushed[0] == channel_on(tmp_path / "store")
     for profile, bundle in ((BOARD, boards[0]), (PHONE, phone)):
         device = Device(tmp_path / profile.name, tmp_path / "store")
         device.pull(device=profile.name, memory_bytes=1 << 40)
@@ -161,11 +161,11 @@ def test_equal_files_are_stored_and_sent_once(tmp_path: Path, boards: list[Path]
     expert = experts_file_name(0)
     assert os.path.samefile(store / sha256_of(boards[0]) / expert, store / sha256_of(phone) / expert)
     changed = {name for name, digest in digests(phone).items() if digests(boards[0]).get(name) != digest}
-    assert first.bundles[1].sent_files == len(changed) < len(digests(phone))
+    assert first[1][1].sent_files == len(changed) < len(digests(phone))
     second = push(store, boards[1])
     changed = {name for name, digest in digests(boards[1]).items() if digests(boards[0])[name] != digest}
     assert changed == {experts_file_name(1), MANIFEST_NAME}
-    assert second.bundles[0].sent_bytes == sum((boards[1] / name).stat().st_size for name in changed)
+    assert second[1][0].sent_bytes == sum((boards[1] / name).stat().st_size for name in changed)
     assert os.path.samefile(store / sha256_of(boards[1]) / DENSE_NAME, store / sha256_of(boards[0]) / DENSE_NAME)
 
 
@@ -173,9 +173,9 @@ def test_a_later_push_raises_the_sequence(tmp_path: Path, boards: list[Path]) ->
     store = tmp_path / "store"
     for sequence in (1, 2, 3):
         pushed = push(store, boards[0])
-        assert pushed.channel.sequence == channel_on(store).sequence == sequence
-        assert pushed.bundles[0].sent_files == (len(digests(boards[0])) if sequence == 1 else 0)
-    assert push(store, boards[0], sequence=10).channel.sequence == 10
+        assert pushed[0].sequence == channel_on(store).sequence == sequence
+        assert pushed[1][0].sent_files == (len(digests(boards[0])) if sequence == 1 else 0)
+    assert push(store, boards[0], sequence=10)[0].sequence == 10
     with pytest.raises(OptionError, match="`--sequence 10` is not higher than 10"):
         push(store, boards[0], sequence=10)
 
@@ -195,7 +195,7 @@ def test_channels_are_apart(tmp_path: Path, boards: list[Path]) -> None:
     store = tmp_path / "store"
     push(store, boards[0])
     pushed = push(store, boards[1], name="beta")
-    assert pushed.channel.sequence == 1 and pushed.bundles[0].sent_files == 2
+    assert pushed[0].sequence == 1 and pushed[1][0].sent_files == 2
     assert channel_on(store).bundles[0].manifest_sha256 == sha256_of(boards[0])
     assert channel_on(store, "beta").bundles[0].manifest_sha256 == sha256_of(boards[1])
 
@@ -203,9 +203,9 @@ def test_channels_are_apart(tmp_path: Path, boards: list[Path]) -> None:
 def test_the_version_that_devices_need(tmp_path: Path, boards: list[Path], phone: Path) -> None:
     assert set(LEAST_MOEC) == set(FORMAT_VERSIONS), "a new format needs an entry"
     store = tmp_path / "store"
-    assert push(store, boards[0], minimum_moec="0.10").channel.minimum_moec == "0.10"
-    assert push(store, phone).channel.minimum_moec == "0.10", "the bundle that stays needs it"
-    assert push(store, phone, boards[0]).channel.minimum_moec == LEAST_MOEC[1]
+    assert push(store, boards[0], minimum_moec="0.10")[0].minimum_moec == "0.10"
+    assert push(store, phone)[0].minimum_moec == "0.10", "the bundle that stays needs it"
+    assert push(store, phone, boards[0])[0].minimum_moec == LEAST_MOEC[1]
 
 
 def test_a_signature_next_to_the_folder_is_pushed(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_channel_of_another_key(tmp_path: Path, boards: list[Path]) -> None:
     assert caught.value.hint == "name the key that it was signed with: --accept-key FILE.pub"
     assert (store / channel_path("stable")).read_bytes() == before
     assert not (store / sha256_of(boards[1])).exists()
-    assert push(store, boards[1], accepted=[OTHER.public]).channel.sequence == 2
+    assert push(store, boards[1], accepted=[OTHER.public])[0].sequence == 2
 
 
 def test_wrong_bundles_are_refused_before_anything_is_sent(tmp_path: Path, boards: list[Path], phone: Path) -> None:
@@ -344,11 +344,11 @@ def test_a_damaged_manifest_on_the_store_is_no_source(tmp_path: Path, boards: li
     store = tmp_path / "store"
     push(store, boards[0])
     (store / sha256_of(boards[0]) / MANIFEST_NAME).write_bytes(b"{}")
-    assert push(store, boards[1]).bundles[0].sent_files == len(digests(boards[1]))
+    assert push(store, boards[1])[1][0].sent_files == len(digests(boards[1]))
 
 
 def test_moments_are_in_order(tmp_path: Path, boards: list[Path]) -> None:
-    channel = push(tmp_path / "store", boards[0]).channel
+    channel = push(tmp_path / "store", boards[0])[0]
     assert decode_moment(channel.expires) - decode_moment(channel.created) == timedelta(days=90)
 
 

@@ -203,9 +203,9 @@ def test_what_is_pushed_is_pulled(place: Place, tmp_path: Path) -> None:
     device = Device(tmp_path / "device", tmp_path)
     for sequence, bundle in enumerate(bundles, 1):
         store = place.open()
-        pushed = push_bundles([bundle], store, signing_key(), ChannelRequest(), NOW)
+        channel, sent = push_bundles([bundle], store, signing_key(), ChannelRequest(), NOW)
         store.close()
-        assert pushed.channel.sequence == sequence
+        assert channel.sequence == sequence
         store = place.open(for_writing=False)
         device.pull(store)
         store.close()
@@ -213,4 +213,4 @@ def test_what_is_pushed_is_pulled(place: Place, tmp_path: Path) -> None:
     (plan,) = device.events.plans
     assert 0 < plan.fetched_bytes < plan.total_bytes / 2, "a delta"
     if place.kind != "hub":
-        assert pushed.bundles[0].sent_files == 2, "the changed file and the manifest"
+        assert sent[0].sent_files == 2, "the changed file and the manifest"
