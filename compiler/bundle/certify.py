@@ -113,8 +113,8 @@ def certify(
     journal: Journal,
     share: float = 1.0,
     is_early: bool = False,
-    refuses: Callable[[Mapping[str, DivergenceCertificate]], bool] = lambda divergences: False,
     device: torch.device = CPU,
+    refuses: Callable[[Mapping[str, DivergenceCertificate]], bool] = lambda divergences: False,
 ) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks, unless the KL refuses the bundle.
 
@@ -126,8 +126,8 @@ def certify(
     splits: the tasks to measure, or none. The KL then stands alone.
     journal: keeps the answers of the checkpoint.
     share, is_early: of a verdict, see `certify_task`.
-    refuses: called with the KL of each task.
     device: where torch computes the logits of the checkpoint.
+    refuses: called with the KL of each task.
     """
     request, lowering = bundles.request, bundles.lowering
     with request.open_runtime(partial, bundles.room_bytes) as engine:

@@ -150,8 +150,8 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
         journal,
         share,
         is_early,
-        refuses,
         prepared.torch_device,
+        refuses,
     )
     return Certified(tasks, divergences, share=share, is_cut=bool(splits) and not tasks)
 
