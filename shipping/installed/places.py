@@ -110,7 +110,7 @@ class Places:
 def locked(places: Places) -> Iterator[None]:
     """Hold the lock of an existing folder. The system gives it back when the process ends in any way.
 
-    Raises TryAgain if another process holds it. Raises OSError.
+    Raises TryAgain if another process holds it, InputError if the disk has no locks. Raises OSError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(places.lock, flags, 0o666)
@@ -120,6 +120,10 @@ def locked(places: Places) -> Iterator[None]:
         except BlockingIOError as error:
             raise TryAgain(
                 f"another `moec pull` or `moec rollback` works in `{places.folder}`", "wait until it has ended"
+            ) from error
+        except OSError as error:  # a network disk without a lock service
+            raise InputError(
+                f"`{places.folder}` cannot be locked: {error.strerror}", "name a folder on another disk"
             ) from error
         yield
     finally:

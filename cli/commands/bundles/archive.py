@@ -85,7 +85,8 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     after = sum(path.stat().st_size for path in target.iterdir())
     with open_bundle(target, allow_partial=True) as opened:
         floor_bytes, device = nominal_memory(opened.manifest).floor_bytes, opened.manifest.device.profile
-        try:  # why `moec pull` would not choose the bundle for this machine
+        # FILE is chosen by hand and DIR may be the card of another machine: `pull` would refuse, this says it.
+        try:
             difference = misfit(device_of(opened), floor_bytes, memory_limit_bytes())
         except ProfileError:  # the system does not tell its memory
             difference = None

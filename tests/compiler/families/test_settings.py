@@ -150,7 +150,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lm_head_bias": 1}, "key `lm_head_bias`: expected true or false"),
         ({"attention_bias": "yes"}, "key `attention_bias`: expected true or false"),
         ({"sliding_window": -3}, "key `sliding_window`: expected a whole number"),
-        ({"layer_types": ["full_attention"] * 3}, "unknown: layer_types"),
+        ({"layer_types": ["sliding_attention"] * 3}, "key `layer_types`: expected"),
         (_longrope(short_factor=[1.0] * 7), "expected 8 positive numbers as `short_factor`"),
         (_longrope(long_factor=[1.0] * 7 + [0]), "expected 8 positive numbers as `long_factor`"),
         (_longrope(long_factor=...), "expected 8 positive numbers as `long_factor`"),

@@ -392,6 +392,17 @@ def test_two_pulls_at_once(device: Device) -> None:
         device.pull()
 
 
+def test_a_disk_without_locks_is_named_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("moec.shipping.installed.places.fcntl.flock", refuse)
+    with pytest.raises(InputError, match=r"cannot be locked: No locks available"), locked(Places(tmp_path)):
+        raise AssertionError("held")
+
+
 def test_an_open_bundle_outlives_its_folder(device: Device, bundles: list[Path]) -> None:
     from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 
