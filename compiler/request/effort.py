@@ -1,4 +1,4 @@
-"""What a compile spends on its result: `--effort`.
+"""The work that a compile spends on its result: `--effort`.
 
 * quick: small texts and half of the formats. The plan of a loss target has the KL that usually loses as much, so no
   validation items are answered. Of the held-out items a sample is answered.
