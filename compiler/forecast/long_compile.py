@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..preflight.preparation import with_kept_layers
 from ..preflight.prepared import Prepared
-from ..request.options import DEFAULT_TORCH_DEVICE
+from ..request.options import DEFAULT_TORCH_DEVICE, Talk
 from ..search.loss_search import USUAL_GENERATED
 from ..walker.memory import is_large
 from ..workspace.journal import Journal
-from . import forecast_prepared
+from . import forecast_each
 from .stages import ANSWERING, CALIBRATING, PREDICTING, StageForecast, formats_below_16_bits
 
 LONG_S = 600.0
@@ -34,19 +36,36 @@ def tell_forecast(prepared: Prepared, journal: Journal) -> None:
         return
 
     def foreseen() -> dict[str, Any]:
-        stages = forecast_prepared(prepared)
-        return {"stages": [stage.to_json() for stage in stages], "shorter": shorter_option(prepared, stages)}
+        stages, *quick = forecast_each([prepared, *_quick(prepared)])
+        quick_seconds = [sum(stage.seconds for stage in its_stages) for its_stages in quick]
+        shorter = shorter_option(prepared, stages, [("--effort quick", seconds) for seconds in quick_seconds])
+        return {"stages": [stage.to_json() for stage in stages], "shorter": shorter}
 
     plain = journal.json("forecast", foreseen)
     if sum(stage["seconds"] for stage in plain["stages"]) >= LONG_S:
         request.talk.forecast(plain["stages"], plain["shorter"])
 
 
-def shorter_option(prepared: Prepared, stages: Sequence[StageForecast]) -> tuple[str, float] | None:
-    """Return the option that brings the time nearest to half, and the seconds with it. None: no option saves much."""
+def _quick(prepared: Prepared) -> list[Prepared]:
+    """Return the compile with `--effort quick`, which has the same formats; none if another effort is chosen."""
+    request = prepared.request
+    if request.options.effort != "default":
+        return []
+    options = replace(request.options, effort="quick")
+    return [with_kept_layers(replace(prepared, request=replace(request, options=options, talk=Talk())))]
+
+
+def shorter_option(
+    prepared: Prepared, stages: Sequence[StageForecast], others: Sequence[tuple[str, float]] = ()
+) -> tuple[str, float] | None:
+    """Return the option that brings the time nearest to half, and the seconds with it. None: no option saves much.
+
+    others: further options, and the seconds with each.
+    """
     seconds = {stage.title: stage.seconds for stage in stages}
     total = sum(seconds.values())
-    candidates = [_with_limit(prepared, total, seconds.get(ANSWERING, 0.0)), _with_one_group_size(prepared, seconds)]
+    limited = _with_limit(prepared, total, seconds.get(ANSWERING, 0.0))
+    candidates = [*others, limited, _with_one_group_size(prepared, seconds)]
     options = [(text, left) for text, left in candidates if left <= _SHORTER * total]
     return min(options, key=lambda option: abs(option[1] - total / 2), default=None)
 

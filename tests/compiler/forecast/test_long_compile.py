@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,14 @@ def test_the_option_is_that_of_the_dearest_stages(tmp_path: Path) -> None:
     options = {**OPTIONS, "group_sizes": (32, 64), "data": str(texts), "quick": False}
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, **options))
 
-    def shorter(**seconds: float) -> Any:
+    def shorter(others: Sequence[tuple[str, float]] = (), **seconds: float) -> Any:
         titles = {
             "tasks": "measuring the tasks",
             "sweep": "calibrating and quantizing",
             "writing": "writing the bundle",
         }
-        return shorter_option(
-            prepared, [StageForecast(titles[name], spent, 0, 0, "") for name, spent in seconds.items()]
-        )
+        stages = [StageForecast(titles[name], spent, 0, 0, "") for name, spent in seconds.items()]
+        return shorter_option(prepared, stages, others)
 
     # 5 passes over validation and 2 over test items: 9,000 answers. Half of them are left with 642 items of each.
     assert shorter(tasks=1100.0) == ("--limit 600", pytest.approx(1100 * 4200 / 9000))
@@ -85,3 +85,5 @@ def test_the_option_is_that_of_the_dearest_stages(tmp_path: Path) -> None:
     option, left = shorter(sweep=1000.0, writing=10.0)
     assert option == "--group-size 64" and 300 < left < 700
     assert shorter(writing=1000.0, tasks=10.0) is None
+    assert shorter([("--effort quick", 300.0)], writing=1000.0, tasks=10.0) == ("--effort quick", 300.0)
+    assert shorter([("--effort quick", 300.0)], tasks=1100.0)[0] == "--limit 600", "nearer to half"
