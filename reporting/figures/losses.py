@@ -73,22 +73,23 @@ _MAX_PARTS = 16
 
 
 def _by_part(quality: Mapping[str, Any]) -> str:
-    """Return the table of predicted KL and bytes of each part, with the measured KL of all parts."""
-    by_part = quality["kl_by_part"]
+    """Return the table of each part's bytes and share of the predicted KL, and of the measured KL of all parts."""
+    parts, known = quality["kl_by_part"]["predicted"][:_MAX_PARTS], quality["kl_by_part"]["validation_kl"]
+    whole = sum(number(row["kl"]) for row in parts) or 1.0
     rows = [
-        (str(row["part"]), f"{int(number(row['bytes'])):,}", nats_text(number(row["kl"])))
-        for row in by_part["predicted"][:_MAX_PARTS]
+        (str(row["part"]), f"{int(number(row['bytes'])):,}", share_text(number(row["kl"]) / whole, 1), "")
+        for row in parts
     ]
-    known = by_part["validation_kl"]
-    rows += [] if known is None else [("all, validation texts, activations in 32 bits", "", nats_text(number(known)))]
+    if known is not None:
+        rows.append(("all, validation texts, activations in 32 bits", "", "", nats_text(number(known))))
     held_out = {name: task["kl"] for name, task in quality["tasks"].items()} | quality.get("held_out_kl", {})
     for name, kl in held_out.items():
-        rows.append((f"all, held-out texts of {name}, activations in 8 bits", "", nats_text(number(kl["mean"]))))
+        rows.append((f"all, held-out texts of {name}, activations in 8 bits", "", "", nats_text(number(kl["mean"]))))
     told = (
-        "The KL of one part is predicted, as if it alone were quantized. That of all parts is measured: by torch, and "
-        "by the runtime, which rounds activations to 8 bits. Their texts differ."
+        "The KL of a part is predicted on all tokens, as if it alone were quantized, so only shares compare. That of "
+        "all parts is measured on answers: by torch, and by the runtime, which rounds activations to 8 bits."
     )
-    return paragraph(told) + table(("part", "bytes", "KL"), rows)
+    return paragraph(told) + table(("part", "bytes", "share of the predicted KL", "measured KL"), rows)
 
 
 def loss_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:

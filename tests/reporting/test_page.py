@@ -50,9 +50,9 @@ def test_the_page_tells_the_kl_of_each_part() -> None:
     quality = QUALITY | {"kl_by_part": {"predicted": parts, "validation_kl": 0.0045}}
     shown = cells(report_page(replace(FULL, quality=quality)))
     at = shown.index("routed experts")
-    assert shown[at : at + 6] == ["routed experts", "5,000", "0.004", "attention", "70", "0.001"]
-    assert shown[at + 6 : at + 9] == ["all, validation texts, activations in 32 bits", "", "0.0045"]
-    assert shown[at + 9] == "all, held-out texts of gsm8k, activations in 8 bits"
+    assert shown[at : at + 8] == ["routed experts", "5,000", "80.0 %", "", "attention", "70", "20.0 %", ""]
+    assert shown[at + 8 : at + 12] == ["all, validation texts, activations in 32 bits", "", "", "0.0045"]
+    assert shown[at + 12] == "all, held-out texts of gsm8k, activations in 8 bits"
     with pytest.raises(ManifestInvalid, match=r"quality\.json"):
         report_page(replace(FULL, quality=quality | {"kl_by_part": {"predicted": 1}}))
 
