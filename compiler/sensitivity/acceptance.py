@@ -33,8 +33,8 @@ class Level:
         return NormalDist().inv_cdf(1 - ERROR * self.share)
 
 
-LEVELS = (Level(0.8416, 0.7), Level(2.0, 0.2), Level(4.0, 0.1))
-"""The list of a target: expected to be supported in 80 %, 97.7 % and nearly all cases."""
+LEVELS = (Level(0.5, 0.6), Level(1.0, 0.15), Level(1.6, 0.1), Level(2.5, 0.1), Level(4.0, 0.05))
+"""The list of a target: expected to be supported in 69 %, 84 %, 95 %, 99 % and nearly all cases."""
 PRECISION = 0.25
 """Standard error of a loss, as a share of the target, that needs no more items."""
 CLEAR_STANDARD_ERRORS = 3.0
@@ -48,7 +48,7 @@ def margin(standard_error: float, items: int, certification_items: int, level: L
 
     It is the expected width of the certificate's one-sided bound, plus a margin for the difference of two losses. So
     the certificate of a plan at the limit is supported with the probability of the level.
-    Source: docs/experiments/2026-11.md, 29: A list of plans for the certificate.
+    Source: docs/experiments/2026-11.md, 30: A finer list of plans.
     """
     at_certification = standard_error * math.sqrt(items / max(certification_items, 1))
     return level.bound_quantile * at_certification + level.quantile * math.hypot(standard_error, at_certification)

@@ -42,7 +42,7 @@ def test_a_simulated_compile_is_supported_and_errs_rarely(certified: int, is_ear
         for seed in range(20)
     ]
     _, supported, false, tested, items, _ = np.array(compiles).T
-    assert supported.mean() >= 0.95 and false.mean() <= ERROR and tested.mean() <= 1.25
+    assert supported.mean() >= 0.95 and false.mean() <= ERROR and tested.mean() <= 1.4
     assert items.mean() <= 0.8 if is_early else items.mean() == 1
 
 

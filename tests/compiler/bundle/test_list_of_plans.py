@@ -43,10 +43,10 @@ def test_a_search_hands_over_plans_of_falling_kl(kind: TargetKind) -> None:
 
     trials, target = Uncertain(measured, standard_error=0.002).as_trials(), Target(kind, 0.02)
     plans = candidates(space, trials, target, lambda _: None)
-    assert len(plans) == len(LEVELS) == 3
+    assert len(plans) == len(LEVELS) == 5
     assert plans[0].digest == search(space, trials, target, lambda _: None).digest
     sizes = [plan.expert_packed_bytes + plan.dense_packed_bytes for plan in plans]
-    assert sizes == sorted(sizes) and len(set(sizes)) == 3
+    assert sizes == sorted(sizes) and len(set(sizes)) == 5
     assert [kl[plan.digest] for plan in plans] == sorted((kl[plan.digest] for plan in plans), reverse=True)
     if kind == "kl":
         summaries = [trials.kl(plan, "") for plan in plans]
@@ -128,7 +128,7 @@ def test_the_bundle_is_the_first_supported_plan_of_the_list(
         qualities[name] = compiled(model, texts, tmp_path / name, judged, monkeypatch)
         tests[name] = judged.shares
     assert len(qualities["none"]["tested"]) >= 2, "the search found a safer plan"
-    assert tests["first"] == [0.7] and tests["second"] == [0.7, 0.2]
+    assert tests["first"] == [0.6] and tests["second"] == [0.6, 0.15]
     assert tests["none"] == [level.share for level in LEVELS][: len(tests["none"])]
     for name, quality in qualities.items():
         rows = quality["tested"]
@@ -169,7 +169,7 @@ def test_the_checkpoint_answers_held_out_items_once(
     assert len(titles) == 1 + len(quality["tested"])
 
 
-@pytest.mark.parametrize(("items", "share"), [(1319, 0.0257), (4000, 0.078)])
+@pytest.mark.parametrize(("items", "share"), [(1319, 0.0239), (4000, 0.0724)])
 def test_the_share_of_answers_that_may_change(items: int, share: float) -> None:
     """The items of GSM8K as published, at 80 % and a target of 2 %; and the largest share that items still support."""
     gsm8k, target = find_task("gsm8k"), Target("loss", 0.02)
@@ -181,7 +181,7 @@ def test_the_share_of_answers_that_may_change(items: int, share: float) -> None:
     assert changed_share(gsm8k, 0.8, Target("loss", 0.3), items) is None
 
 
-@pytest.mark.parametrize(("items", "changed", "target"), [(1319, 0.03, 0.026), (4000, 0.05, 0.018)])
+@pytest.mark.parametrize(("items", "changed", "target"), [(1319, 0.03, 0.026), (4000, 0.05, 0.019)])
 def test_the_targets_that_the_items_of_gsm8k_support(items: int, changed: float, target: float) -> None:
     """Two rows of the table in docs/design/compile.md: the least target, in steps of 0.1 %."""
     right = round(0.8 * items)
