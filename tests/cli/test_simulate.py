@@ -258,14 +258,14 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
         path.write_text("\n".join(map(json.dumps, [first, *lines])) + "\n")
         return path
 
+    bare = tmp_path / "bare.trace"
+    lines = [each | {"scores": None, "prompt_scores": None} for each in passes]
+    bare.write_text("\n".join(map(json.dumps, [first, *lines])) + "\n")
     old = tmp_path / "old.trace"
-    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule", "little_experts", "architecture", "left_out"):
-        del first[name]
-    lines = [{name: value for name, value in each.items() if "scores" not in name} for each in passes]
-    old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")
-    first = json.loads(trace.read_text().splitlines()[0])
+    old.write_text("\n".join(map(json.dumps, [first | {"version": 4}, *lines])) + "\n")
     for path, more, message in (
-        (old, ("--modes", "cache-routing drop=0.5"), "has not recorded: the scores of routers"),
+        (bare, ("--modes", "cache-routing drop=0.5"), "has not recorded: the scores of routers"),
+        (old, (), "expected version 5, found 4"),
         (
             changed(confidence=None, little_logits=""),
             ("--modes", "big-little gamma=0.5"),
@@ -278,7 +278,7 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
         refused = invoke("simulate", two_version_bundle, "--trace", path, *more)
         assert refused.exit_code == 1 and message in refused.stderr, (more, refused.stderr)
         assert refused.stdout == ""
-    assert invoke("simulate", two_version_bundle, "--trace", old).exit_code == 0, "old traces are read"
+    assert invoke("simulate", two_version_bundle, "--trace", bare).exit_code == 0
 
 
 def test_a_trace_that_cannot_be_written_is_refused(
