@@ -102,13 +102,15 @@ def items_for_precision(estimate: LossEstimate, target: float) -> int:
 def changed_share(task: Task, baseline: float, target: Target, certification_items: int) -> float | None:
     """Return the share of changed scores up to which held-out items support a plan that loses half of the target.
 
-    The variance of a paired difference of scores of 0 and 1 is at most the share of items where they differ.
+    The variance of a paired difference of scores of 0 and 1 is at most the share of items where they differ. The bound
+    counts one item more.
     baseline: score of the checkpoint.
     Returns None for tasks with other scores, and for a share above 1.
     """
     if task.is_perplexity or task.score_range != 1.0 or not task.higher_is_better:
         return None
-    share = certification_items * (target.value / 2 * baseline / LEVELS[0].bound_quantile) ** 2
+    width = target.value / 2 * baseline - 1 / certification_items
+    share = certification_items * (max(width, 0.0) / LEVELS[0].bound_quantile) ** 2
     return share if share < 1 else None
 
 
