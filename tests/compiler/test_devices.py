@@ -82,7 +82,8 @@ def test_identical_files_are_hard_links_and_data_is_read_twice(
     assert first is not None
     for other in rest:
         assert other is not None
-        same = [name for name in names(first) if (first / name).read_bytes() == (other / name).read_bytes()]
+        shared = names(first) & names(other)  # routers are learned for a plan, where they predict better
+        same = [name for name in shared if (first / name).read_bytes() == (other / name).read_bytes()]
         assert {"tokenizer.json", "tables.safetensors"} <= set(same)
         assert all((first / name).stat().st_ino == (other / name).stat().st_ino for name in same if name != "moec.json")
     assert link_identical(first, []) == 0

@@ -76,10 +76,10 @@ def drafts_of(kind: str, alone: list[list[int]]) -> list[list[int]]:
 def test_equal_to_one_by_one(
     engine: Engine, prompts: list[list[int]], alone: list[list[int]], kind: str, pass_tokens: int
 ) -> None:
-    seen: list[tuple[int, int]] = []
-    found = generate_many(engine, prompts, drafts_of(kind, alone), LIMITS, lambda *done: seen.append(done))
+    taken: list[tuple[int, list[int]]] = []
+    found = generate_many(engine, prompts, drafts_of(kind, alone), LIMITS, lambda *answer: taken.append(answer))
     assert found == alone
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen}) and seen[-1] == (len(prompts), len(prompts))
+    assert sorted(taken) == list(enumerate(alone)), "each answer is handed over once"
     engine.cache.check_invariants()
 
 
