@@ -146,7 +146,7 @@ STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = 
     "objective": lambda result, seen: seen["choose_objective"]["requested"] == "size",
     "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["candidates"]["swaps"].measurements == 3,
-    "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
+    "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9 and seen["certify_task"]["is_early"],
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
 }
 
