@@ -17,10 +17,10 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
+from ..effort import QUICK_ITEMS
 from ..linear_maps import can_learn, learned_weights
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import MemoryNeed, Prepared, may_compare, measures_tasks
-from ..request.effort import QUICK_ITEMS
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import MAX_KL

@@ -23,8 +23,8 @@ from moec.manifests.quant import (
 )
 
 from ..calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
+from ..effort import Effort
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
-from .effort import Effort
 from .plan import CompileResult
 from .targets import OBJECTIVES, Objective, Target, require_data
 

@@ -19,10 +19,10 @@ from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import model_card, overall_verdict, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
+from ..effort import QUICK_ITEMS
 from ..preflight.device_fit import summarise_device
 from ..preflight.prepared import Prepared, measures_tasks
 from ..quantization.own_codes import units_held_by
-from ..request.effort import QUICK_ITEMS
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..request.targets import Target

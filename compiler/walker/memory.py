@@ -16,7 +16,7 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
-from ..request.effort import Effort
+from ..effort import Effort
 from .texts import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD, TOKENS_PER_FORWARD
 
 COMPILE_PROCESS_BYTES = 700 << 20

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moec.compiler.effort import Effort
 from moec.compiler.preflight import preparation
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import MemoryNeed, Prepared, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.request import request as request_module
-from moec.compiler.request.effort import Effort
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.loaded_layer import LoadedLayer
