@@ -1,7 +1,7 @@
 """The work that a compile spends on its result: `--effort`.
 
-* quick: small texts and half of the formats. The plan of a loss target has the KL that usually loses as much, so no
-  validation items are answered. Of the held-out items a sample is answered.
+* quick: small texts, and five formats for a large model. The plan of a loss target has the KL that usually loses as
+  much, so no validation items are answered. Of the held-out items a sample is answered.
 * default: by the size of the model, see `walker/memory.py is_large`.
 * thorough: large texts, all formats, swaps, comparisons and all held-out items, whatever they take.
 """

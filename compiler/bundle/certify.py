@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moec.evaluation.data import ItemSet, SplitData
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Take, TextEngine
-from moec.evaluation.results import EvaluationResult, finite, identity
+from moec.evaluation.engine import TextEngine
+from moec.evaluation.results import EvaluationResult, finite
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.statistics import divergence as token_divergences
-from moec.evaluation.tasks import Item, Task
+from moec.evaluation.tasks import Item
 
 from ..families import Lowering
 from ..request.options import Talk
@@ -33,14 +33,12 @@ from ..request.task_data import Shots
 from ..walker.output_head import output_head
 from ..walker.texts import LOGITS_AT_ONCE, AnswerTexts
 from ..walker.torch_device import CPU
-from ..workspace.journal import Journal
 from ..workspace.parallel import one_torch_thread
 from .looks import look_errors, look_positions
-from .plan_bundles import UNQUANTIZED, PlanBundles
+from .plan_bundles import UNQUANTIZED, PlanBundles, answers_name
 
 MODES_ITEMS = 500
 """Held-out items for the measurement of lossy modes, one sequence at a time."""
-Record = Callable[[str, Callable[[], EvaluationResult]], EvaluationResult]
 LogProbs = Callable[[int, int], np.ndarray]
 """Gives log probabilities [n, V] of the reference, from one scored token of all answers to another."""
 
@@ -110,7 +108,6 @@ def certify(
     states: Mapping[str, Tensor],
     splits: Sequence[SplitData],
     shots: Shots,
-    journal: Journal,
     share: float = 1.0,
     is_early: bool = False,
     device: torch.device = CPU,
@@ -124,7 +121,6 @@ def certify(
     held_out: held-out answers by task.
     states: normed residual stream of the unquantized model at their scored tokens, [A, D], by task.
     splits: the tasks to measure, or none. The KL then stands alone.
-    journal: keeps the answers of the checkpoint.
     share, is_early: of a verdict, see `certify_task`.
     device: where torch computes the logits of the checkpoint.
     refuses: called with the KL of each task.
@@ -138,25 +134,24 @@ def certify(
     if not splits or refuses(divergences):
         return {}, divergences
     certificates = {}
-
-    def recorded(stage: str, measure: Callable[[], EvaluationResult]) -> EvaluationResult:
-        return EvaluationResult.from_json(journal.json(stage, lambda: measure().to_json(per_item=True)))
-
-    with _Turns(bundles, partial) as turns:
+    with (
+        _Turns(bundles, partial) as turns,
+        bundles.recorded(UNQUANTIZED, turns.checkpoint) as checkpoint,
+        bundles.recorded(answers_name(partial), turns.bundle) as bundle,
+    ):
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
                 split.test,
                 shots[name],
-                _Turn(turns.checkpoint),
-                _Turn(turns.bundle),
+                checkpoint,
+                bundle,
                 request.options.target,
                 request.talk,
                 divergences[name].divergence,
                 request.options.confidence,
                 share,
                 is_early,
-                recorded,
             )
     return certificates, {}
 
@@ -195,27 +190,13 @@ class _Turns:
         return self._open(self._checkpoint)
 
     def _open(self, path: Path) -> TextEngine:
+        bundles = self._bundles
         if self._engine is None or path != self._path:
             self._opened.close()
             self._engine = None
-            self._engine = self._opened.enter_context(self._bundles.running(path))
+            self._engine = self._opened.enter_context(bundles.open_runtime(path, bundles.room_bytes))
             self._path = path
         return self._engine
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """One of two engines of a certificate, opened when it is used. engine: opens it."""
-
-    engine: Callable[[], TextEngine]
-
-    def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
-        """See TextEngine."""
-        self.engine().generate(requests, take)
-
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
-        """See TextEngine."""
-        self.engine().answer_log_probs(pairs, take)
 
 
 def _certify_answers(
@@ -327,7 +308,6 @@ def certify_task(
     confidence: float | None = None,
     share: float = 1.0,
     is_early: bool = False,
-    recorded: Record = lambda stage, measure: measure(),
 ) -> TaskCertificate:
     """Evaluate both engines, compare item by item, and judge the loss against the target.
 
@@ -338,7 +318,6 @@ def certify_task(
     confidence: of the verdict; None: 95 %.
     share: of the error, for one of several bundles of which any may be supported.
     is_early: a verdict on a loss may come before the last item, see looks.py.
-    recorded: returns an earlier result of the checkpoint on these items, or measures and keeps it.
     """
     task, looks = items.task, look_positions(items, is_early and target.kind == "loss")
     error = round(share * (ERROR if confidence is None else 1 - confidence), 12)
@@ -348,17 +327,11 @@ def certify_task(
     for positions, look_error in zip(looks, errors, strict=True):
         chosen = [items.items[at] for at in positions]
         title = f"{task.name}, items {len(placed) + 1} to {len(placed) + len(chosen)}"
-
-        def answer(items: Sequence[Item] = chosen, title: str = title) -> EvaluationResult:
-            progress = talk.progress(f"baseline on {title}")
-            return evaluate(task, items, reference, shots=shots, progress=progress)
-
-        answered = recorded(baseline_stage(task, chosen, shots), answer)
+        answered = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
         baselines.append(answered)
-        drafts, progress = [task.continuation(item.prediction) for item in answered.items], talk.progress
-        values.append(
-            evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=progress(f"bundle on {title}"))
-        )
+        drafts = [task.continuation(item.prediction) for item in answered.items]
+        progress = talk.progress(f"bundle on {title}")
+        values.append(evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=progress))
         placed += positions
         looked = [items.items[at] for at in sorted(placed)]
         baseline, value = (joined(task, looked, results, shots, placed) for results in (baselines, values))
@@ -369,8 +342,3 @@ def certify_task(
         if verdict is not None and (verdict.supported or verdict.refuted):
             break
     return TaskCertificate(baseline, value, loss, verdict, divergence, task.settings)
-
-
-def baseline_stage(task: Task, items: Sequence[Item], shots: Sequence[Item]) -> str:
-    """Return the name under which the checkpoint's result on held-out items is kept."""
-    return f"held-out-baseline-{task.name}-{identity(task, items, shots, task.max_new_tokens)}"

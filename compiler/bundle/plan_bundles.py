@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -65,6 +65,11 @@ def require_trials(request: CompileRequest, model: ModelSpec) -> None:
     require_free_bytes(parent, 2 * (experts + sum(prod(shape) for shape in model.dense_shapes().values())))
 
 
+def answers_name(partial: Path) -> str:
+    """Return the name of a bundle's answers: the digest of its manifest, which has that of every file."""
+    return hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()[:16]
+
+
 @contextmanager
 def unquantized_bundle(lowering: Lowering, progress: Progress) -> Iterator[Path]:
     """Write a checkpoint with its own 16-bit weights as a bundle into a temporary folder. It is removed afterwards.
@@ -109,13 +114,18 @@ class PlanBundles:
 
     @contextmanager
     def running(self, partial: Path) -> Iterator[TextEngine]:
-        """Open the runtime on a bundle. Answers of the journal are not computed again.
+        """Open the runtime on a bundle. Answers of the journal are not computed again."""
+        with (
+            self.open_runtime(partial, self.room_bytes) as engine,
+            self.recorded(answers_name(partial), lambda: engine) as answers,
+        ):
+            yield answers
 
-        partial: the bundle. The digest of its manifest, which names that of every file, identifies its answers.
-        """
-        stage = f"answers-{hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()[:16]}"
-        with self.open_runtime(partial, self.room_bytes) as engine, self.journal.records(stage) as records:
-            yield RecordedAnswers(engine, records)
+    @contextmanager
+    def recorded(self, name: str, runtime: Callable[[], TextEngine]) -> Iterator[TextEngine]:
+        """Open the answers that the journal keeps under a name. The runtime is called for if one is missing."""
+        with self.journal.records(f"answers-{name}") as records:
+            yield RecordedAnswers(runtime, records)
 
     @contextmanager
     def written(self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL) -> Iterator[Path]:

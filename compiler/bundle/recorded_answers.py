@@ -16,21 +16,27 @@ from ..workspace.journal import Records
 class RecordedAnswers:
     """The runtime on a bundle. Each answer is recorded as soon as it is finished, and is computed once.
 
-    engine: the runtime.
+    runtime: returns the runtime. It is called only if an answer is missing.
     records: answers of this bundle, by the digest of what was asked.
     """
 
-    def __init__(self, engine: TextEngine, records: Records) -> None:
-        self._engine, self._records = engine, records
+    def __init__(self, runtime: Callable[[], TextEngine], records: Records) -> None:
+        self._runtime, self._records = runtime, records
 
     def generate(self, requests: Sequence[GenerationRequest], take: Take[Generation]) -> None:
         """See TextEngine. A draft changes no answer."""
         questions = [(request.prompt, request.max_new_tokens, request.stop) for request in requests]
-        self._answer(requests, questions, self._engine.generate, Generation, take)
+        self._answer(
+            requests, questions, lambda missing, record: self._runtime().generate(missing, record), Generation, take
+        )
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], take: Take[AnswerScore]) -> None:
         """See TextEngine."""
-        self._answer(pairs, pairs, self._engine.answer_log_probs, AnswerScore, take)
+
+        def score(missing: Sequence[tuple[str, str]], record: Take[AnswerScore]) -> None:
+            self._runtime().answer_log_probs(missing, record)
+
+        self._answer(pairs, pairs, score, AnswerScore, take)
 
     def _answer(
         self,

@@ -24,7 +24,7 @@ from ..calibration.device_use import DeviceUse
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.own_codes import held_units
-from ..request.options import UNIFORM_GROUP_SIZE, CompileOptions, Talk
+from ..request.options import FEW_GROUP_SIZES, QUICK_GROUP_SIZES, UNIFORM_GROUP_SIZE, CompileOptions, Talk
 from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
 from ..request.task_data import Shots
@@ -104,9 +104,10 @@ class Prepared:
         if self.options.target.kind == "uniform":
             return (uniform_spec(self.options, self.lowering),)
         held_formats, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        effort = self.options.effort
-        are_few = effort == "quick" or (effort == "default" and is_large(model))
-        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats, are_few)
+        groups: Mapping[float, tuple[int, ...]] = {}
+        if self.options.effort != "thorough" and is_large(model):
+            groups = FEW_GROUP_SIZES if self.options.effort == "default" else QUICK_GROUP_SIZES
+        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats, groups)
 
     @property
     def torch_device(self) -> torch.device:

@@ -52,6 +52,11 @@ FEW_GROUP_SIZES: Mapping[float, tuple[int, ...]] = {1: (128,), TERNARY: (128,), 
 
 Source: docs/experiments/2026-11.md, 29: Half of the formats.
 """
+QUICK_GROUP_SIZES: Mapping[float, tuple[int, ...]] = {1: (), TERNARY: (128,), 2: (64,), 3: (64,), 4: (64,)}
+"""Group sizes on offer to a large model in a quick compile: half of the time of FEW_GROUP_SIZES.
+
+Source: docs/experiments/2026-11.md, 30: Five formats.
+"""
 TERNARY_GROUP_SIZES = (0, 128)
 """Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error.
 
@@ -286,7 +291,7 @@ class CompileOptions:
         plain: QuantSpec,
         widths: Collection[int] = (),
         held_formats: Collection[QuantSpec] = (),
-        are_few: bool = False,
+        usual_groups: Mapping[float, tuple[int, ...]] = {},
     ) -> tuple[QuantSpec, ...]:
         """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
@@ -301,25 +306,28 @@ class CompileOptions:
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.
         widths: columns of the matrices in these formats. Empty: every group size divides them.
         held_formats: formats that hold the checkpoint's own codes exactly.
-        are_few: offer FEW_GROUP_SIZES, unless the request names group sizes or 128 does not divide a width.
+        usual_groups: group sizes of bitwidths, unless the request names some or 128 does not divide a width. A bitwidth
+            with none is offered only if the request names bitwidths.
         Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
-        few = FEW_GROUP_SIZES if are_few and all(width % 128 == 0 for width in widths) else {}
+        few = {} if self.group_sizes or any(width % 128 for width in widths) else usual_groups
         excluded = {1, TERNARY} if self.quantizer in PACKAGES else set()
+        if self.bits == DEFAULT_BITS:
+            excluded |= {bits for bits, sizes in few.items() if not sizes}
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
             elif bits == TERNARY:
                 specs += self._ternary_specs(few.get(TERNARY, TERNARY_GROUP_SIZES))
             else:
-                sizes = self._groups_of(bits, widths, few.get(bits, DEFAULT_GROUP_SIZES))
+                sizes = self._groups_of(bits, widths, few.get(bits) or DEFAULT_GROUP_SIZES)
                 specs += [self._unit_spec(bits, size) for size in sizes]
             added = [spec for spec in held_formats if spec.bitwidth == bits and spec not in specs]
             specs += [spec for spec in added if can_make(self.quantizer, spec)]
         if not specs:
             reason = "has a kernel on this device"
-            if excluded & set(self.bits):
+            if self.quantizer in PACKAGES and excluded & set(self.bits):
                 reason += f", and {self.quantizer} has none below 2"
             raise OptionError(f"no bitwidth of {self.bits} {reason}", "offer others with `--bits`")
         return tuple(specs)

@@ -132,7 +132,7 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
     splits = prepared.splits if with_tasks else ()
     if prepared.options.effort == "quick":
         splits = tuple(replace(split, test=split.test.limit(QUICK_ITEMS, prepared.options.seed)) for split in splits)
-    held_out, states, journal = measured.texts.held_out, measured.held_out_states, context.journal
+    held_out, states = measured.texts.held_out, measured.held_out_states
 
     is_early = prepared.options.confidence is not None or not prepared.kept_layers.has_cheap_plans
 
@@ -147,7 +147,6 @@ def _certified(context: CompileContext, planned: Planned, partial: Path, share: 
         states,
         splits,
         prepared.shots,
-        journal,
         share,
         is_early,
         prepared.torch_device,

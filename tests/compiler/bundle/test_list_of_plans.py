@@ -97,7 +97,7 @@ class Judged:
         self.verdicts, self.met_from, self.shares = list(verdicts), met_from, list[float]()
 
     def __call__(self, *arguments: Any) -> Any:
-        self.shares.append(arguments[7])
+        self.shares.append(arguments[6])
         tasks, divergences = certifying.certify(*arguments)
         is_supported = self.verdicts[min(len(self.shares), len(self.verdicts)) - 1]
         judged = {}
@@ -158,15 +158,10 @@ def test_without_support_the_first_plan_that_keeps_the_target_is_taken(
 def test_the_checkpoint_answers_held_out_items_once(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, titles = certifying.certify_task.__globals__["evaluate"], list[str]()
-
-    def watched(task: Any, items: Any, engine: Any, **more: Any) -> Any:
-        titles.append(type(engine).__name__ if engine is None else f"{len(items)}")
-        return evaluate(task, items, engine, **more)
-
-    monkeypatch.setattr("moec.compiler.bundle.certify.evaluate", watched)
+    opened, checkpoint = list[object](), certifying._Turns.checkpoint
+    monkeypatch.setattr(certifying._Turns, "checkpoint", lambda turns: opened.append(turns) or checkpoint(turns))
     quality = compiled(model, texts, tmp_path / "out", Judged(False), monkeypatch)
-    assert len(titles) == 1 + len(quality["tested"])
+    assert len(opened) == 1 < len(quality["tested"])
 
 
 @pytest.mark.parametrize(("items", "share"), [(1319, 0.0196), (4000, 0.0679)])
@@ -207,9 +202,9 @@ def test_a_kl_is_tested_plan_by_plan(
         little_memory(monkeypatch.setattr)
 
     def judged(*arguments: Any) -> Any:
-        assert arguments[8] != has_tasks, "a test may end early where plans are dear: memory does not hold the model"
+        assert arguments[7] != has_tasks, "a test may end early where plans are dear: memory does not hold the model"
         places = [level.share for level in LEVELS]
-        worse = 10.0 if places.index(arguments[7]) < 1 else 0.01  # the first plan is refused, the second supported
+        worse = 10.0 if places.index(arguments[6]) < 1 else 0.01  # the first plan is refused, the second supported
         *others, refuses = arguments
 
         def refused(divergences: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
+from moec.compiler.request.options import DEFAULT_BITS, FEW_GROUP_SIZES, QUICK_GROUP_SIZES, CompileOptions
 from moec.compiler.request.targets import Target, choose_target, parse_loss, parse_sweep
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import BITWIDTHS, QuantSpec
@@ -163,14 +164,18 @@ def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
 
 
 def test_a_large_model_gets_half_of_the_formats() -> None:
-    def offered(widths: tuple[int, ...], **values: Any) -> list[str]:
+    def offered(widths: tuple[int, ...], groups: Mapping[float, tuple[int, ...]], **values: Any) -> list[str]:
         options = CompileOptions(KL, data="items.jsonl", **values)
-        return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16, widths, are_few=True)]
+        return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16, widths, usual_groups=groups)]
 
     few = ["q1g128b", "q1.6g128s", "q2g128b", "q2g64b", "q3g128b", "q3g64b", "q4g64b", "q4g32b", "q8g128", "bf16"]
-    assert offered((2048, 1024)) == few
-    assert len(offered((2048, 1024), group_sizes=(32, 64))) > len(few) - 2, "as asked"
-    assert set(offered((2880,))) > {"q4g32b", "q2g32b"}, "128 does not divide the width"
+    quick = ["q1.6g128s", "q2g64b", "q3g64b", "q4g64b", "q8g128", "bf16"]
+    assert offered((2048, 1024), FEW_GROUP_SIZES) == few
+    assert offered((2048, 1024), QUICK_GROUP_SIZES) == quick
+    assert offered((2048, 1024), QUICK_GROUP_SIZES, bits=(1, 2)) == ["q1g128b", "q1g64b", "q2g64b"], "as asked"
+    for groups in (FEW_GROUP_SIZES, QUICK_GROUP_SIZES):
+        assert len(offered((2048, 1024), groups, group_sizes=(32, 64))) > len(few) - 2, "as asked"
+        assert set(offered((2880,), groups)) > {"q4g32b", "q2g32b"}, "128 does not divide the width"
 
 
 @pytest.mark.parametrize(
