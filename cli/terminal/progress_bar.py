@@ -14,6 +14,8 @@ from .output import human_seconds, one_line
 REDRAW_S = 0.1
 LINE_EVERY_S = 10.0
 BAR_CELLS = 24
+LEAST_SHARE = 0.02
+"""Share from which on the time left is shown. Work that goes on side by side finishes little at its beginning."""
 
 
 class ProgressBar:
@@ -57,7 +59,7 @@ class ProgressBar:
 
     def _render(self, done: float, total: int, elapsed_s: float) -> str:
         share = min(1.0, done / total) if total > 0 else 0.0
-        left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share > 0 else ""
+        left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share >= LEAST_SHARE else ""
         if self._whole is not None:
             whole_share, whole_left_s = self._whole(share, elapsed_s)
             left += f"; whole {whole_share:.0%}, {human_seconds(whole_left_s)} left"

@@ -16,6 +16,8 @@ _BARS = {
 """Stage of a bar that has another title, by the beginning of the title."""
 _REPEATED = (TASKS, "measuring plans by their KL", "comparing with uniform formats and EdgeMoE")
 """Stages of many bars. The time left is that of the forecast, and not that of the present bar."""
+TRUSTED_SHARE = 0.1
+"""Share of a bar from which on it tells the time left. Before, the forecast counts: answers side by side end late."""
 
 
 class WholeCompile:
@@ -64,8 +66,9 @@ class WholeCompile:
             spent = self._spent[name] + (seconds if name == stage else 0.0)
             rest = 0.0 if name in self._ended else max(0.0, pace * foreseen - spent)
             if name == stage and share > 0:
-                of_bar = seconds * (1 - share) / share
-                rest = max(rest, of_bar) if name in _REPEATED else of_bar
+                trust = min(1.0, (share / TRUSTED_SHARE) ** 2)
+                by_bar = trust * seconds * (1 - share) / share + (1 - trust) * rest
+                rest = max(rest, by_bar) if name in _REPEATED else by_bar
             passed += spent or (pace * foreseen if name in self._ended else 0.0)
             left += rest
         return passed / max(passed + left, 1e-9), left

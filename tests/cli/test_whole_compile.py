@@ -42,6 +42,13 @@ def test_stages_weigh_as_much_as_foreseen() -> None:
     assert share == pytest.approx(275 / (275 + left))
 
 
+def test_a_bar_that_has_just_begun_does_not_tell_the_time_left() -> None:
+    """Of 300 answers side by side, the first ends after a tenth of the time."""
+    whole = WholeCompile(FORECAST)
+    whole.begun("KL on gsm8k")
+    assert state(whole, "baseline on gsm8k, items 1 to 300", 1 / 300, 20.0)[1] < 1.2 * (20 + 20 + 180)
+
+
 def test_a_resumed_run_counts_what_an_earlier_one_did() -> None:
     whole = WholeCompile(FORECAST)
     assert state(whole, "writing the bundle", 0.0, 0.0) == pytest.approx((150 / 400, 250))
