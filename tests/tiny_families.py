@@ -197,18 +197,222 @@ TINY_FAMILIES = {
         {"num_local_experts": 16, "tie_word_embeddings": True, "lm_head_bias": True, "router_jitter_noise": 0.5},
         seed=33,
     ),
+    "glm4-lite": TinyFamily("Glm4MoeLite", {**_LATENT, "q_lora_rank": 48, "routed_scaling_factor": 1.8}, seed=40),
+    "glm4-lite-groups-yarn": TinyFamily(
+        "Glm4MoeLite",
+        {
+            **_LATENT, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_theta": None,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        shard_size="100KB", seed=41,
+    ),
+    "glm4-lite-tied-half": TinyFamily(
+        "Glm4MoeLite",
+        {**_LATENT, "tie_word_embeddings": True, "norm_topk_prob": False, "rope_interleave": False,
+         "num_experts_per_tok": 1, "mlp_layer_types": ["sparse"] * 3},
+        dtype="float16", seed=42,
+    ),
+    "solar": TinyFamily("SolarOpen", {"n_routed_experts": 8, "head_dim": 32}, seed=43),
+    "solar-bias-groups": TinyFamily(
+        "SolarOpen",
+        {"n_routed_experts": 8, "head_dim": 16, "attention_bias": True, "n_shared_experts": 2, "n_group": 4,
+         "topk_group": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 4},
+        shard_size="100KB", seed=44,
+    ),
+    "solar-tied-half": TinyFamily(
+        "SolarOpen",
+        {"n_routed_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "tie_word_embeddings": True,
+         "norm_topk_prob": False},
+        dtype="float16", seed=45,
+    ),
+    "sarvam-moe": TinyFamily("SarvamMoE", {"n_routed_experts": 8, "head_dim": 32}, seed=46),
+    "sarvam-moe-bias": TinyFamily(
+        "SarvamMoE",
+        {"n_routed_experts": 8, "head_dim": 16, "attention_bias": True, "use_qk_norm": False, "n_shared_experts": 2,
+         "first_k_dense_replace": 2, "num_key_value_heads": 1, "num_experts_per_tok": 4},
+        shard_size="100KB", seed=47,
+    ),
+    "sarvam-moe-tied-half": TinyFamily(
+        "SarvamMoE",
+        {"n_routed_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "tie_word_embeddings": True,
+         "first_k_dense_replace": 0, "routed_scaling_factor": 1.5},
+        dtype="float16", seed=48,
+    ),
+    "sarvam-mla": TinyFamily("SarvamMLA", {**_LATENT}, seed=49),
+    "sarvam-mla-yarn": TinyFamily(
+        "SarvamMLA",
+        {
+            **_LATENT, "q_lora_rank": 48, "first_k_dense_replace": 2, "n_shared_experts": 2, "rope_theta": None,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        shard_size="100KB", seed=50,
+    ),
+    "sarvam-mla-tied-half": TinyFamily(
+        "SarvamMLA",
+        {**_LATENT, "tie_word_embeddings": True, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 0},
+        dtype="float16", seed=51,
+    ),
+    "dots1": TinyFamily(
+        "Dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32, "first_k_dense_replace": 1}, seed=52
+    ),
+    "dots1-windows": TinyFamily(
+        "Dots1",
+        {"n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 16, "norm_topk_prob": True, "max_window_layers": 1,
+         "sliding_window": 5, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3},
+        shard_size="100KB", seed=53,
+    ),
+    "dots1-tied-half": TinyFamily(
+        "Dots1",
+        {"n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, "tie_word_embeddings": True,
+         "num_experts_per_tok": 1, "attention_bias": True, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        dtype="float16", seed=54,
+    ),
+    "minimax-m2": TinyFamily("MiniMaxM2", {"num_local_experts": 8, "head_dim": 32, "rotary_dim": 16}, seed=55),
+    "minimax-m2-whole": TinyFamily(
+        "MiniMaxM2", {"num_local_experts": 6, "head_dim": 16, "num_experts_per_tok": 4, "num_key_value_heads": 1},
+        shard_size="100KB", seed=56,
+    ),
+    "minimax-m2-tied-half": TinyFamily(
+        "MiniMaxM2",
+        {"num_local_experts": 4, "head_dim": 32, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+         "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+        dtype="float16", seed=57,
+    ),
+    "hy3": TinyFamily("HYV3", {"num_experts": 8, "head_dim": 32}, seed=58),
+    "hy3-bias": TinyFamily(
+        "HYV3",
+        {"num_experts": 6, "head_dim": 16, "attention_bias": True, "num_shared_experts": 2, "num_experts_per_tok": 4,
+         "mlp_layer_types": ["sparse", "dense", "sparse"], "router_scaling_factor": 1.5},
+        shard_size="100KB", seed=59,
+    ),
+    "hy3-tied-half": TinyFamily(
+        "HYV3",
+        {"num_experts": 4, "head_dim": 16, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+         "mlp_layer_types": ["sparse"] * 3, "num_key_value_heads": 4},
+        dtype="float16", seed=60,
+    ),
+    "exaone": TinyFamily(
+        "ExaoneMoe", {"num_experts": 8, "sliding_window": 5, "sliding_window_pattern": 2}, seed=61
+    ),
+    "exaone-listed": TinyFamily(
+        "ExaoneMoe",
+        {"num_experts": 8, "head_dim": 32, "sliding_window": 9, "sliding_window_pattern": "LLG",
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_shared_experts": 2,
+         "n_group": 2, "topk_group": 1, "num_experts_per_tok": 4, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        shard_size="100KB", seed=62,
+    ),
+    "exaone-full-half": TinyFamily(
+        "ExaoneMoe",
+        {"num_experts": 4, "sliding_window": 9, "layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1,
+         "first_k_dense_replace": 0, "tie_word_embeddings": True, "norm_topk_prob": False},
+        dtype="float16", seed=63,
+    ),
+    "mellum": TinyFamily(
+        "Mellum",
+        {
+            "num_experts": 8, "head_dim": 32, "sliding_window": 5, "rope_theta": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+            },
+        },
+        seed=64,
+    ),
+    "mellum-plain-between": TinyFamily(
+        "Mellum",
+        {
+            "num_experts": 6, "head_dim": 16, "sliding_window": 9, "rope_theta": None, "num_experts_per_tok": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False,
+        },
+        shard_size="100KB", seed=65,
+    ),
+    "mellum-tied-half": TinyFamily(
+        "Mellum",
+        {"num_experts": 4, "head_dim": 16, "num_experts_per_tok": 1, "rope_theta": None, "tie_word_embeddings": True},
+        dtype="float16", seed=66,
+    ),
+    "flint": TinyFamily(
+        "Flint",
+        {"num_experts": 8, "head_dim": 32, "sliding_window": 5, "shared_expert_intermediate_size": 32,
+         "num_hidden_layers": 5},
+        seed=67,
+    ),
+    "flint-listed": TinyFamily(
+        "Flint",
+        {"num_experts": 6, "head_dim": 16, "sliding_window": 9, "shared_expert_intermediate_size": 96,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True,
+         "mlp_only_layers": [1], "num_experts_per_tok": 4},
+        shard_size="100KB", seed=68,
+    ),
+    "flint-tied-half": TinyFamily(
+        "Flint",
+        {"num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 1,
+         "norm_topk_prob": False, "tie_word_embeddings": True, "mlp_only_layers": [], "sliding_window": 7,
+         "layer_types": ["sliding_attention"] * 3},
+        dtype="float16", seed=69,
+    ),
+    "granite-shared": TinyFamily(
+        "GraniteMoeShared",
+        {"num_local_experts": 6, "shared_intermediate_size": 32, "embedding_multiplier": 12.0, "logits_scaling": 6.0,
+         "residual_multiplier": 0.22, "attention_multiplier": 0.0625},
+        seed=70,
+    ),
+    "granite-shared-none": TinyFamily(
+        "GraniteMoeShared", {"num_local_experts": 8, "num_experts_per_tok": 4, "shared_intermediate_size": 0},
+        shard_size="100KB", seed=71,
+    ),
+    "granite-shared-tied-half": TinyFamily(
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "shared_intermediate_size": 96, "attention_bias": True,
+         "tie_word_embeddings": True},
+        dtype="float16", seed=72,
+    ),
+    "granite-swa": TinyFamily(
+        "GraniteMoeSWA",
+        {"num_local_experts": 8, "sliding_window": 5, "layer_rope_theta": [0, 10_000.0, 1_000.0, 10_000.0, 0],
+         "num_hidden_layers": 5, "shared_intermediate_size": 32, "attention_multiplier": 0.25},
+        seed=73,
+    ),
+    "granite-swa-listed": TinyFamily(
+        "GraniteMoeSWA",
+        {"num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 9, "attention_bias": True,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "embedding_multiplier": 12.0,
+         "attention_multiplier": 0.25},
+        shard_size="100KB", seed=74,
+    ),
+    "granite-swa-yarn-half": TinyFamily(
+        "GraniteMoeSWA",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
+         "rope_theta": None, "rope_parameters": YARN, "attention_multiplier": 0.25},
+        dtype="float16", seed=75,
+    ),
+}  # fmt: skip
+
+# One configuration of each family: the one with most of its special parts.
+CHOSEN = {
+    "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2-groups-yarn",
+    "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4-bias", "ernie4_5_moe": "ernie", "granitemoe": "granite-scaled",
+    "gpt_oss": "gpt-oss", "phimoe": "phimoe", "deepseek": "deepseek-every-other", "minicpm": "minicpm",
+    "glm4_moe_lite": "glm4-lite-groups-yarn", "solar_open": "solar-bias-groups", "sarvam_moe": "sarvam-moe-bias",
+    "sarvam_mla": "sarvam-mla-yarn", "dots1": "dots1-windows", "minimax_m2": "minimax-m2", "hy_v3": "hy3-bias",
+    "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
+    "granitemoe_swa": "granite-swa",
 }  # fmt: skip
 
 
 def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
     """Write a checkpoint with tokenizer into `folder` and return it."""
     settings = {key: value for key, value in {**_COMMON, **tiny.config}.items() if key != "rope_theta" or value}
-    if tiny.name in ("GraniteMoe", "GptOss", "Phimoe"):
+    if tiny.name.startswith(("Granite", "GptOss", "Phimoe", "MiniMaxM2")):
         del settings["moe_intermediate_size"]
     config = getattr(transformers, f"{tiny.name}Config")(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(tiny.seed)
-        model = getattr(transformers, f"{tiny.name}ForCausalLM")(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         corrections = {}
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):

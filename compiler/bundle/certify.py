@@ -135,7 +135,7 @@ def certify(
         return {}, divergences
     certificates = {}
     with (
-        _Turns(bundles, partial) as turns,
+        Turns(bundles, partial) as turns,
         bundles.recorded(UNQUANTIZED, turns.checkpoint) as checkpoint,
         bundles.recorded(answers_name(partial), turns.bundle) as bundle,
     ):
@@ -156,7 +156,7 @@ def certify(
     return certificates, {}
 
 
-class _Turns:
+class Turns:
     """The runtime on the checkpoint or on the bundle. Opening one closes the other."""
 
     def __init__(self, bundles: PlanBundles, partial: Path) -> None:
@@ -166,7 +166,7 @@ class _Turns:
         self._path = Path()
         self._engine: TextEngine | None = None
 
-    def __enter__(self) -> _Turns:
+    def __enter__(self) -> Turns:
         return self
 
     def __exit__(self, *raised: object) -> None:

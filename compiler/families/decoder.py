@@ -7,7 +7,7 @@ layers and its tensor names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +86,40 @@ def _two(keys: tuple[str, ...]) -> tuple[str, str]:
     return keys[0], keys[1] if len(keys) > 1 else ""
 
 
-def plain_first(settings: Settings, routed: LayerSpec, default: int) -> tuple[LayerSpec, ...]:
-    """Return `first_k_dense_replace` plain layers, then routed layers. Raises CheckpointError."""
-    first, layers = first_routed(settings, default), count_layers(settings)
-    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
-    return (plain,) * first + (routed,) * (layers - first)
+def layers_of(
+    settings: Settings,
+    attentions: Sequence[AttentionSpec],
+    experts: ExpertsSpec,
+    shared: SharedSpec | None,
+    are_routed: Sequence[bool],
+) -> tuple[LayerSpec, ...]:
+    """Return routed layers, and plain ones of the width `intermediate_size`. Raises CheckpointError."""
+    stated = settings.optional_integer("intermediate_size")
+    width = experts.width if all(are_routed) else stated or settings.integer("intermediate_size")
+    return tuple(
+        LayerSpec(attention, experts, shared) if is_routed else plain_layer(attention, width)
+        for attention, is_routed in zip(attentions, are_routed, strict=True)
+    )
+
+
+def plain_first(settings: Settings, default: int) -> list[bool]:
+    """Return whether each layer is routed: all after the first `first_k_dense_replace`. Raises CheckpointError."""
+    first = first_routed(settings, default)
+    return [layer >= first for layer in range(count_layers(settings))]
+
+
+def read_routed(settings: Settings, are_routed: list[bool]) -> list[bool]:
+    """Return whether each layer is routed, from `mlp_layer_types`.
+
+    are_routed: the result if config.json has no `mlp_layer_types`.
+    Raises CheckpointError.
+    """
+    kinds, known = settings.raw("mlp_layer_types"), {"dense": False, "sparse": True}
+    if kinds is None:
+        return are_routed
+    if not isinstance(kinds, list) or len(kinds) != len(are_routed) or not all(kind in list(known) for kind in kinds):
+        settings.fail("mlp_layer_types", f"{len(are_routed)} times `dense` or `sparse`")
+    return [known[kind] for kind in kinds]
 
 
 def first_routed(settings: Settings, default: int) -> int:
@@ -149,14 +178,15 @@ def read_windows(settings: Settings, windows: list[int], window: int) -> list[in
     kinds, known = settings.raw("layer_types"), {"full_attention": 0, "sliding_attention": window}
     if kinds is None:
         return windows
-    if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in list(known) for kind in kinds):
         settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
     return [known[kind] for kind in kinds]
 
 
 def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:
     """Return the score correction of each expert of a layer, exactly as on disk. Raises CheckpointError."""
-    name, checkpoint = f"model.layers.{layer}.{names.correction}", settings.checkpoint
+    checkpoint, on_disk = settings.checkpoint, [f"model.layers.{layer}.{name}" for name in names.corrections]
+    name = next((name for name in on_disk if name in checkpoint.tensors), on_disk[0])
     if name not in checkpoint.tensors:
         raise CheckpointError(f"`{checkpoint.root}` has no tensor `{name}`", "copy the checkpoint again")
     values = checkpoint.tensor(name).float().flatten().tolist()

@@ -8,7 +8,8 @@ Weights on disk have one of two forms:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS, LayerSpec, ModelSpec, UnitKey
@@ -51,15 +52,19 @@ _OUTER_NAMES = {
 class DecoderNames:
     """Names specific to a family, relative to `model.layers.N.`. All other names are those of Llama.
 
-    routers: names of the router on disk. The first one that exists is used.
+    Where there are several names on disk, the first one that exists is used.
+    routers: names of the router on disk.
     loaded_router: the router in transformers' model.
     experts: name of one projection of one expert on disk.
     projections: names of gate, up and down in `experts`.
-    stacked: pairs of stacks: gate and up together, and down. The first pair that exists is used.
-    shared: the module of the shared experts.
-    loaded_shared: its name in transformers' model, empty if it is the same.
+    stacked: pairs of stacks: gate and up together, and down.
+    shared: modules of the shared experts on disk.
+    loaded_shared: the module in transformers' model, empty if its name is the first one.
+    shared_stack: gate and up of the shared expert in one matrix, and down. Empty: each has its own in `shared`.
     shared_router: the gate of the shared expert.
-    correction: the term that is added to scores to choose experts.
+    corrections: names of the term that is added to scores to choose experts.
+    query_key_value: one matrix of queries, keys and values on disk, empty if each has its own.
+    renamed: further names on disk, by canonical name. Those outside the layers are whole.
     is_transposed: stacks are [inputs, outputs], and columns of gate and up alternate.
     """
 
@@ -68,17 +73,20 @@ class DecoderNames:
     experts: str = "mlp.experts.{expert}.{projection}.weight"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
-    shared: str = "mlp.shared_experts"
+    shared: tuple[str, ...] = ("mlp.shared_experts",)
     loaded_shared: str = ""
+    shared_stack: tuple[str, ...] = ()
     shared_router: str = "mlp.shared_expert_gate.weight"
-    correction: str = "mlp.gate.e_score_correction_bias"
+    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    query_key_value: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
 
 
 def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError if 16-bit types are mixed."""
     places = {
-        **{name: _Place(on_disk) for name, on_disk in _OUTER_NAMES.items()},
+        **{name: _place(checkpoint, "", on_disk, names.renamed.get(name)) for name, on_disk in _OUTER_NAMES.items()},
         **{f"layers.{at}.{name}": place for at in range(model.num_layers) for name, place in
            _layer_places(checkpoint, model.layers[at], names, f"model.layers.{at}.").items()},
     }  # fmt: skip
@@ -89,7 +97,7 @@ def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames)
     read = [source.name for source in (*dense.values(), *units.values())]
     float_type, notes = common_float_type(checkpoint, read)
     ignored = {name for name in checkpoint.tensors if _plays_no_part(name, model.num_layers)}
-    auxiliary = {name for name in checkpoint.tensors if name.endswith((names.correction, SCALES_SUFFIX))} - ignored
+    auxiliary = {name for name in checkpoint.tensors if name.endswith((*names.corrections, SCALES_SUFFIX))} - ignored
     if model.tie_embeddings:
         ignored.add(HEAD)
     return Lowering(
@@ -100,7 +108,8 @@ def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames)
 def _plays_no_part(name: str, layers: int) -> bool:
     """Return whether a tensor is unused: a rotary table, or part of a layer for multi-token prediction."""
     match = _LAYER.match(name)
-    return (match is not None and int(match[1]) >= layers) or name.endswith(".rotary_emb.inv_freq")
+    is_of_prediction = name.startswith("mtp.") or (match is not None and int(match[1]) >= layers)
+    return is_of_prediction or name.endswith(".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +119,19 @@ class _Place:
     name: its tensor on disk.
     loaded: its parameter in transformers' model, empty if the name is the same.
     heads: the part of each head that is the weight.
+    rows: start and stop of the weight in the tensor, and the rows of the tensor; None if it is whole.
     stack: number of experts, first column and column step of the weight in a stack of vectors.
     """
 
     name: str
     loaded: str = ""
     heads: HeadPart | None = None
+    rows: tuple[int, int, int] | None = None
     stack: tuple[int, int, int] | None = None
 
     def source(self, shape: tuple[int, ...]) -> TensorSource:
+        if self.rows is not None:
+            return TensorSource(self.name, (self.rows[2], *shape[1:]), rows=self.rows[:2])
         if self.stack is not None:
             count, first, step = self.stack
             size = shape[0] // count * step
@@ -131,9 +144,19 @@ class _Place:
         return TensorSource(self.name, (self.heads.heads * self.heads.of_rows, columns), heads=self.heads)
 
 
+def _place(checkpoint: Checkpoint, prefix: str, name: str, other: str | None) -> _Place:
+    """Return the place of a weight that may have another name on disk."""
+    if other is not None and prefix + other in checkpoint.tensors:
+        return _Place(prefix + other, prefix + name)
+    return _Place(prefix + name)
+
+
 def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
     """Return where the dense weights of a layer lie. The result covers layers of every kind."""
-    places = {name: _Place(prefix + on_disk) for name, on_disk in _LAYER_NAMES.items()}
+    renamed = names.renamed
+    places = {name: _place(checkpoint, prefix, on_disk, renamed.get(name)) for name, on_disk in _LAYER_NAMES.items()}
+    if prefix + names.query_key_value in checkpoint.tensors:
+        places |= _fused_places(layer, prefix, names.query_key_value)
     latent = layer.attention.latent
     if latent is not None:
         both, up = latent.plain_size + latent.value_size, prefix + "self_attn.kv_b_proj.weight"
@@ -147,12 +170,42 @@ def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames,
     count = layer.experts.count
     for name, bias, first, step in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
         places[f"experts_{name}_bias"] = _Place(prefix + f"mlp.experts.{bias}_proj_bias", stack=(count, first, step))
-    shared, loaded = (names.shared, names.loaded_shared or names.shared) if count else ("mlp", "mlp")
-    for name in ("gate", "up", "down"):
-        places[f"shared_{name}"] = _Place(
-            f"{prefix}{shared}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight"
-        )
+    places |= _shared_places(checkpoint, layer, names, prefix)
     places["shared_router"] = _Place(prefix + names.shared_router)
+    return places
+
+
+def _shared_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
+    """Return where the shared expert lies, or the feed-forward of a plain layer."""
+    if names.shared_stack and layer.shared is not None:
+        gate_up, down = (prefix + name for name in names.shared_stack)
+        width = layer.shared.width
+        halves = (HeadPart(1, 2 * width, start, start + width) for start in (0, width))  # of a single head
+        gate, up = (_Place(gate_up, heads=half) for half in halves)
+        return {"shared_gate": gate, "shared_up": up, "shared_down": _Place(down)}
+    if not layer.experts.count:
+        on_disk = loaded = "mlp"
+    else:
+        loaded = names.loaded_shared or names.shared[0]
+        is_there = (name for name in names.shared if f"{prefix}{name}.gate_proj.weight" in checkpoint.tensors)
+        on_disk = next(is_there, names.shared[0])
+    return {
+        f"shared_{name}": _Place(f"{prefix}{on_disk}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight")
+        for name in ("gate", "up", "down")
+    }
+
+
+def _fused_places(layer: LayerSpec, prefix: str, name: str) -> dict[str, _Place]:
+    """Return where queries, keys and values lie if they follow each other in one matrix and in one bias."""
+    attention, places, start = layer.attention, dict[str, _Place](), 0
+    heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+    rows = sum(heads) * attention.head_size
+    for part, count in zip(("query", "key", "value"), heads, strict=True):
+        stop = start + count * attention.head_size
+        for of, kind in ((part, "weight"), (f"{part}_bias", "bias")):
+            on_disk = prefix + name.replace("weight", kind)
+            places[of] = _Place(on_disk, prefix + _LAYER_NAMES[of], rows=(start, stop, rows))
+        start = stop
     return places
 
 

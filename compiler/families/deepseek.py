@@ -1,8 +1,9 @@
 """DeepSeek-V2 and V3: latent attention, plain layers first, shared experts, experts chosen from groups.
 
-V2 scores by softmax. V3 scores by sigmoid, with a correction that balances experts.
-Source: transformers, models/deepseek_v2 and models/deepseek_v3; DeepSeek-V2, sections 2.1 and 2.2; DeepSeek-V3,
-section 2.1.2.
+V2 scores by softmax. V3 scores by sigmoid, with a correction that balances experts. GLM-4.7-Flash and Sarvam-105B are
+V3 with other sizes.
+Source: transformers, models/deepseek_v2, deepseek_v3, glm4_moe_lite and sarvam_mla; DeepSeek-V2, sections 2.1 and 2.2;
+DeepSeek-V3, section 2.1.2.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
-from .decoder import DecoderParts, experts_of, plain_first, read_corrections
+from .decoder import (
+    DecoderParts,
+    count_layers,
+    experts_of,
+    layers_of,
+    plain_first,
+    read_corrections,
+    read_routed,
+)
 from .decoder_weights import DecoderNames
 from .rope import read_rope, score_magnitude
 from .settings import Settings
 
 NAMES = DecoderNames()
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
+SHARED_EXPERTS = ("n_shared_experts",)
+SARVAM_ROUTED_EXPERTS = ("n_routed_experts", "num_experts")
+SARVAM_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
 _LATENT_NORM_EPS = 1e-6  # of both bottlenecks, fixed in the modeling code; other norms use `rms_norm_eps`
 TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
 
@@ -36,31 +48,58 @@ def v2_parts(settings: Settings) -> DecoderParts:
         groups=groups if is_grouped else 1,
         kept_groups=chosen_groups if is_grouped else 1,
     )
-    return DecoderParts(
-        _layers(settings, _attention(settings, interleaved=True), experts_of(settings, router, count=ROUTED_EXPERTS))
-    )
+    attention, experts = _attention(settings, interleaved=True), experts_of(settings, router, count=ROUTED_EXPERTS)
+    return DecoderParts(_layers(settings, attention, experts, SHARED_EXPERTS, plain_first(settings, default=0)))
 
 
 def v3_parts(settings: Settings) -> DecoderParts:
     """Read the settings of DeepSeek-V3."""
+    router = corrected_router(settings, scale=2.5, groups=8, kept_groups=4)
+    return _v3_parts(settings, plain_first(settings, default=3), router)
+
+
+def lite_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of GLM-4.7-Flash."""
+    settings.passed_over("first_k_dense_replace")  # transformers reads `mlp_layer_types` alone
+    are_routed = read_routed(settings, [layer > 0 for layer in range(count_layers(settings))])
+    return _v3_parts(settings, are_routed, corrected_router(settings, scale=1.8))
+
+
+def sarvam_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of Sarvam-105B, also as its first release spelled them."""
+    settings.passed_over("q_head_dim")
+    are_routed, router = plain_first(settings, default=1), corrected_router(settings, scale=2.5)
+    return _v3_parts(settings, are_routed, router, SARVAM_ROUTED_EXPERTS, SARVAM_SHARED_EXPERTS)
+
+
+def _v3_parts(
+    settings: Settings,
+    are_routed: list[bool],
+    router: RouterSpec,
+    routed: tuple[str, ...] = ROUTED_EXPERTS,
+    shared: tuple[str, ...] = SHARED_EXPERTS,
+) -> DecoderParts:
     fixed(settings, "scoring_func", "sigmoid")
     fixed(settings, "topk_method", "noaux_tc")
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
-    layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
+    layers = _layers(settings, attention, experts_of(settings, router, count=routed), shared, are_routed)
     return DecoderParts(with_corrections(settings, NAMES, layers))
 
 
-def corrected_router(settings: Settings) -> RouterSpec:
+def corrected_router(
+    settings: Settings, *, scale: float = 1.0, groups: int = 1, kept_groups: int = 1, renormalize: bool = True
+) -> RouterSpec:
     """Return a router with sigmoid scores. A group scores by its best two. Corrections are read later.
 
+    scale, groups, kept_groups, renormalize: defaults of the family.
     Raises CheckpointError.
     """
     return RouterSpec(
         "sigmoid",
-        renormalize=settings.boolean("norm_topk_prob", True),
-        scale=settings.number("routed_scaling_factor", 1.0),
-        groups=settings.optional_integer("n_group") or 1,
-        kept_groups=settings.optional_integer("topk_group") or 1,
+        renormalize=settings.boolean("norm_topk_prob", renormalize),
+        scale=settings.number("routed_scaling_factor", scale),
+        groups=settings.optional_integer("n_group") or groups,
+        kept_groups=settings.optional_integer("topk_group") or kept_groups,
         group_score="top2",
     )
 
@@ -77,20 +116,27 @@ def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[Laye
     return tuple(corrected)
 
 
-def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
-    """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError."""
-    count = settings.raw(key)
-    if count in (None, 0):
-        return None
-    return SharedSpec(settings.integer(key) * width)
+def shared_width(settings: Settings, keys: tuple[str, ...], width: int) -> SharedSpec | None:
+    """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError.
+
+    keys: names of their number. The first one that is given is used.
+    """
+    key = next((key for key in keys if settings.raw(key) is not None), "")
+    return SharedSpec(settings.integer(key) * width) if key and settings.raw(key) != 0 else None
 
 
-def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
-    """Return plain layers, then routed layers."""
+def _layers(
+    settings: Settings,
+    attention: AttentionSpec,
+    experts: ExpertsSpec,
+    shared: tuple[str, ...],
+    are_routed: list[bool],
+) -> tuple[LayerSpec, ...]:
+    """Return the layers, which have one attention. shared: names of the number of shared experts."""
     settings.passed_over(*TRAINING)
     fixed(settings, "moe_layer_freq", 1)
-    shared = shared_width(settings, "n_shared_experts", experts.width)
-    return plain_first(settings, LayerSpec(attention, experts, shared), default=0)
+    width = shared_width(settings, shared, experts.width)
+    return layers_of(settings, [attention] * len(are_routed), experts, width, are_routed)
 
 
 def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:

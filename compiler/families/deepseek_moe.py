@@ -17,7 +17,7 @@ from .decoder import (
     plain_layer,
 )
 from .decoder_weights import DecoderNames
-from .deepseek import TRAINING, fixed, shared_width
+from .deepseek import SHARED_EXPERTS, TRAINING, fixed, shared_width
 from .rope import read_early_rope
 from .settings import Settings
 
@@ -33,7 +33,7 @@ def parts(settings: Settings) -> DecoderParts:
     router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False) and top_k > 1)
     experts = experts_of(settings, router, count=("n_routed_experts",))
     attention = attention_of(settings, rope=read_early_rope)
-    routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
+    routed = LayerSpec(attention, experts, shared_width(settings, SHARED_EXPERTS, experts.width))
     plain = plain_layer(attention, settings.integer("intermediate_size"))
     first, step = first_routed(settings, default=0), settings.optional_integer("moe_layer_freq") or 1
     layers = range(count_layers(settings))

@@ -1,29 +1,36 @@
 """Qwen2-MoE (Qwen1.5-MoE) and Qwen3-MoE: softmax router over all experts, optional plain layers in between.
 
 Qwen2 adds biases of queries, keys and values, and a shared expert with its own gate.
-Qwen3 norms each head of queries and keys.
-Source: transformers, models/qwen2_moe and models/qwen3_moe.
+Qwen3 norms each head of queries and keys. Two models continue it:
+* Mellum 2 rotates layers with a window by another base than the others.
+* Flint scores by sigmoid, has sinks, and rotates layers with a window alone. Its shared expert has no gate.
+Source: transformers, models/qwen2_moe, qwen3_moe, mellum and flint, and conversion_mapping.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSpec, SharedSpec
+from moec.manifests.model import AttentionSpec, ExpertsSpec, RouterSpec, SharedSpec
 
 from .decoder import (
     DecoderParts,
     attention_of,
     count_layers,
     experts_of,
-    plain_layer,
+    layers_of,
+    read_routed,
     read_windows,
 )
 from .decoder_weights import DecoderNames
 from .deepseek import fixed
+from .rope import read_rope
 from .settings import Settings
 
-NAMES = DecoderNames(shared="mlp.shared_expert")
+NAMES = DecoderNames(shared=("mlp.shared_expert",))
+FLINT_NAMES = DecoderNames(shared=("mlp.shared_expert",), renamed={"sinks": "self_attn.softmax_offset"})
 
 
 def qwen2_parts(settings: Settings) -> DecoderParts:
@@ -54,23 +61,65 @@ def qwen3_parts(settings: Settings) -> DecoderParts:
     return _layers(settings, [attention] * count_layers(settings), experts, None)
 
 
+def mellum_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of Mellum 2."""
+    settings.passed_over("mtp_layer_types", "mtp_mlp_layer_types")
+    bias = "all" if settings.boolean("attention_bias", False) else "none"
+    layers, window = count_layers(settings), settings.optional_integer("sliding_window") or 0
+    kinds = {
+        size: attention_of(
+            settings,
+            rope=partial(read_rope, layer_type="sliding_attention" if size else "full_attention"),
+            sliding_window=size,
+            bias=bias,
+            query_key_norm="head",
+        )
+        for size in set(read_windows(settings, [0] * layers, window))
+    }
+    attentions = [kinds[size] for size in read_windows(settings, [0] * layers, window)]
+    router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", True))
+    experts = experts_of(settings, router, count=("num_experts", "num_local_experts"))
+    return DecoderParts(layers_of(settings, attentions, experts, None, read_routed(settings, [True] * layers)))
+
+
+def flint_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of Flint."""
+    window, layers = settings.integer("sliding_window"), count_layers(settings)
+    rotated = attention_of(
+        settings,
+        sliding_window=window,
+        bias="all" if settings.boolean("attention_bias", False) else "none",
+        query_key_norm="head",
+        sinks=True,
+    )
+    full = replace(rotated, rope=None, sliding_window=0)
+    usual = [0 if layer < 2 or layer % 4 == 1 or layer == layers - 1 else window for layer in range(layers)]
+    attentions = [rotated if size else full for size in read_windows(settings, usual, window)]
+    router = RouterSpec("sigmoid", renormalize=settings.boolean("norm_topk_prob", True))
+    experts = experts_of(settings, router, count=("num_experts", "num_local_experts"))
+    shared = SharedSpec(settings.integer("shared_expert_intermediate_size"))
+    return _layers(settings, attentions, experts, shared, plain=(0, 1))
+
+
 def _experts(settings: Settings, *count: str) -> ExpertsSpec:
     router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False))
     return experts_of(settings, router, count=count)
 
 
 def _layers(
-    settings: Settings, attentions: list[AttentionSpec], experts: ExpertsSpec, shared: SharedSpec | None
+    settings: Settings,
+    attentions: list[AttentionSpec],
+    experts: ExpertsSpec,
+    shared: SharedSpec | None,
+    plain: Sequence[int] = (),
 ) -> DecoderParts:
-    """Return the layers: plain if `mlp_only_layers` or `decoder_sparse_step` says so, else routed."""
-    plain, step = settings.raw("mlp_only_layers") or [], settings.optional_integer("decoder_sparse_step") or 1
-    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+    """Return the layers: plain if `mlp_only_layers` or `decoder_sparse_step` says so, else routed.
+
+    plain: the plain layers if config.json has no `mlp_only_layers`.
+    """
+    stated, step = settings.raw("mlp_only_layers"), settings.optional_integer("decoder_sparse_step") or 1
+    stated = plain if stated is None else stated
+    if not isinstance(stated, list | tuple) or not all(type(layer) is int for layer in stated):
         settings.fail("mlp_only_layers", "a list of layers")
-    width = settings.optional_integer("intermediate_size") or experts.width
-    layers = [
-        LayerSpec(attention, experts, shared)
-        if at not in plain and (at + 1) % step == 0
-        else plain_layer(attention, width)
-        for at, attention in enumerate(attentions)
-    ]
-    return DecoderParts(tuple(layers))
+    are_routed = [layer not in stated and (layer + 1) % step == 0 for layer in range(len(attentions))]
+    return DecoderParts(layers_of(settings, attentions, experts, shared, are_routed))

@@ -22,19 +22,24 @@ _STRETCHED = {
         "original_max_position_embeddings",
     },
 }  # fmt: skip
+_OTHER_NAMES = {"deepseek_yarn": "yarn"}
 _PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _EARLY_THETA = 10_000.0
 
 
-def read_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
+def read_rope(
+    settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False, layer_type: str = ""
+) -> RopeSpec:
     """Return the rotary embedding of heads of this size.
 
     share: the share of features that rotate if config.json does not say.
     interleaved: adjacent features form pairs, not the two halves of a head.
+    layer_type: the layers whose embedding it is, in families that have one for each type of layer.
     Raises CheckpointError, which names the key.
     """
-    kind, parameters = _parameters(settings)
-    return _rope(settings, kind, parameters, int(head_size * _share(settings, parameters, share)), interleaved)
+    kind, parameters = _parameters(settings, layer_type)
+    size = int(head_size * _share(settings, parameters, share))
+    return _rope(settings, kind, parameters, size, interleaved, layer_type=layer_type)
 
 
 def read_early_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
@@ -69,12 +74,15 @@ def _rope(
     size: int,
     interleaved: bool,
     default_theta: float | None = None,
+    layer_type: str = "",
 ) -> RopeSpec:
-    theta = settings.rope_theta(default_theta)
+    theta: Any = parameters.get("rope_theta") if layer_type else settings.rope_theta(default_theta)
+    if type(theta) not in (int, float) or not theta > 0:
+        settings.fail("rope_parameters", f"a positive `rope_theta` of `{layer_type}`")
     if kind == "default":
-        return RopeSpec(theta, size, interleaved)
-    frequencies, magnitude = _stretched(settings, kind)
-    return RopeSpec(theta, size, interleaved, tuple(frequencies), magnitude)
+        return RopeSpec(float(theta), size, interleaved)
+    frequencies, magnitude = _stretched(settings, kind, layer_type)
+    return RopeSpec(float(theta), size, interleaved, tuple(frequencies), magnitude)
 
 
 def score_magnitude(settings: Settings) -> float:
@@ -90,16 +98,21 @@ def score_magnitude(settings: Settings) -> float:
     return float((0.1 * share * math.log(factor) + 1.0) ** 2)
 
 
-def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
+def _parameters(settings: Settings, layer_type: str = "") -> tuple[str, dict[str, Any]]:
     """Return the kind of embedding and its parameters, found under `rope_scaling` or `rope_parameters`."""
     kind, parameters = "default", dict[str, Any]()
-    for key in ("rope_scaling", "rope_parameters"):
+    for key in ("rope_parameters",) if layer_type else ("rope_scaling", "rope_parameters"):
         value = settings.raw(key)
+        if layer_type:
+            value = value.get(layer_type) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                settings.fail(key, f"an object with `{layer_type}`")
         if value is None:
             continue
         if not isinstance(value, dict):
             settings.fail(key, "an object or null")
         kind = str(value.get("rope_type", value.get("type", "default")))
+        kind = _OTHER_NAMES.get(kind, kind)
         if kind != "default" and kind not in _STRETCHED:
             settings.fail(key, f"rope type `default`, {', '.join(f'`{name}`' for name in _STRETCHED)}", _REMEDY)
         allowed = _PLAIN | _STRETCHED.get(kind, set())
@@ -110,13 +123,14 @@ def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
     return kind, parameters
 
 
-def _stretched(settings: Settings, kind: str) -> tuple[list[float], float]:
+def _stretched(settings: Settings, kind: str, layer_type: str) -> tuple[list[float], float]:
     """Return the radians per position of each pair, and the factor of cosines and sines."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](read_config(settings.checkpoint), device=None)
+        config, of_layers = read_config(settings.checkpoint), {"layer_type": layer_type} if layer_type else {}
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, device=None, **of_layers)
     except (
         ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError, StrictDataclassError
     ) as error:  # fmt: skip

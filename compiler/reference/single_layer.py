@@ -28,12 +28,18 @@ from .routers import FirstOfEqual
 # Keys of transformers' configurations that decide which layers are routed, with values that make layer 0 routed.
 _ROUTED = {
     "mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "moe_layer_interval": 1,
-    "moe_layer_start_index": 0, "moe_layer_end_index": 0, "encoder_sparse_step": 1,
+    "moe_layer_start_index": 0, "moe_layer_end_index": 0, "encoder_sparse_step": 1, "mlp_layer_types": ["sparse"],
 }  # fmt: skip
 _PLAIN = {
-    **_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1,
+    **_ROUTED,
+    "mlp_only_layers": [0],
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
     "encoder_sparse_step": 0,
-}  # fmt: skip
+    "mlp_layer_types": ["dense"],
+}
+_OF_EACH_LAYER = ("layer_types", "layer_rope_theta")
+"""Keys whose values are lists with an entry for each layer."""  # fmt: skip
 _FOREIGN_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
     StrictDataclassError,
@@ -103,8 +109,8 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
         if lowering.model.encoder is not None:
             single = _build_stack_layer(lowering, layer, config, changes)
         else:
-            kind = (getattr(config, "layer_types", None) or [None])[layer:][:1]
-            for name, value in {**changes, "layer_types": kind, "embedding_multiplier": 1.0}.items():
+            own = {name: (getattr(config, name, None) or [None])[layer:][:1] for name in _OF_EACH_LAYER}
+            for name, value in {**changes, **own, "embedding_multiplier": 1.0}.items():
                 if getattr(config, name, None) is not None:
                     setattr(config, name, value)
             model = build_model(config, lowering.checkpoint)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import ModelSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
@@ -25,8 +25,8 @@ _FLOAT = 4
 _HALF = 2
 
 
-LayerKind = tuple[bool, bool, int]
-"""Whether a layer routes, whether it decodes, and its sliding window.
+LayerKind = tuple[bool, bool, int, RopeSpec | None]
+"""Whether a layer routes, whether it decodes, its sliding window, and its rotary embedding.
 
 Layers of a kind differ only in their weights, so one torch module computes all of them.
 """
@@ -35,7 +35,8 @@ Layers of a kind differ only in their weights, so one torch module computes all 
 def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     """Return the kind of a layer."""
     spec = model.layers[layer]
-    return bool(spec.experts.count), layer >= model.first_decoder_layer, spec.attention.sliding_window
+    decodes, attention = layer >= model.first_decoder_layer, spec.attention
+    return bool(spec.experts.count), decodes, attention.sliding_window, attention.rope
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:

@@ -158,8 +158,8 @@ def test_without_support_the_first_plan_that_keeps_the_target_is_taken(
 def test_the_checkpoint_answers_held_out_items_once(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, checkpoint = list[object](), certifying._Turns.checkpoint
-    monkeypatch.setattr(certifying._Turns, "checkpoint", lambda turns: opened.append(turns) or checkpoint(turns))
+    opened, checkpoint = list[object](), certifying.Turns.checkpoint
+    monkeypatch.setattr(certifying.Turns, "checkpoint", lambda turns: opened.append(turns) or checkpoint(turns))
     quality = compiled(model, texts, tmp_path / "out", Judged(False), monkeypatch)
     assert len(opened) == 1 < len(quality["tested"])
 

@@ -20,16 +20,11 @@ from tests.compiler.lowered import lowered, save_family, walked_logits
 from tests.exact_runs import check_exact
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_families import CHOSEN
 from tests.tiny_models import VOCABULARY
 
 pytestmark = pytest.mark.oracle
 
-# One configuration of each family: the one with most of its special parts.
-CHOSEN = {
-    "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2-groups-yarn",
-    "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4-bias", "ernie4_5_moe": "ernie", "granitemoe": "granite-scaled",
-    "gpt_oss": "gpt-oss", "phimoe": "phimoe", "deepseek": "deepseek-every-other", "minicpm": "minicpm",
-}  # fmt: skip
 BITS = (3, 4, 16)  # 2 bits take four fifths of a tiny compile, because their scales are fitted several times
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 

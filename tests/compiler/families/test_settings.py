@@ -111,6 +111,42 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "key `layer_types`"),
         ({"shared_expert_intermediate_size": 0}, "key `shared_expert_intermediate_size`: expected a whole"),
     ],
+    "glm4-lite": [
+        ({"mlp_layer_types": ["sparse"]}, "key `mlp_layer_types`: expected 3 times `dense` or `sparse`"),
+        ({"mlp_layer_types": [["sparse"]] * 3}, "key `mlp_layer_types`"),
+        ({"mlp_layer_types": ["dense"] * 3}, "contradicts itself: no layer has routed experts"),
+    ],
+    "minimax-m2": [
+        ({"scoring_func": "softmax"}, "key `scoring_func`: expected `sigmoid`"),
+        ({"use_routing_bias": False}, "key `use_routing_bias`: expected `True`"),
+        ({"shared_intermediate_size": 64}, "key `shared_intermediate_size`: expected `0`"),
+        (
+            {"rotary_dim": 64, "rope_parameters": ..., "rope_theta": 1e4},
+            "contradicts itself: rotary_size must not exceed head_size",
+        ),
+    ],
+    "exaone": [
+        ({"layer_types": None, "sliding_window_pattern": "LLG"}, "key `sliding_window_pattern`: expected a whole"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "key `sliding_window_pattern`: expected a whole"),
+        ({"layer_types": [["full_attention"]] * 3}, "key `layer_types`"),
+        ({"sliding_window": None}, "key `sliding_window`: expected a whole number"),
+    ],
+    "mellum": [
+        ({"rope_parameters": ...}, "key `rope_parameters`: expected an object with `"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "an object with `sliding_attention`"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
+            "a positive `rope_theta` of `sliding_attention`",
+        ),
+    ],
+    "granite-swa": [
+        ({"layer_rope_theta": [1e4]}, "key `layer_rope_theta`: expected 5 numbers, 0 or larger"),
+        ({"layer_rope_theta": [-1] * 5}, "key `layer_rope_theta`: expected 5 numbers"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "key `layer_rope_theta`: expected the base of all layers, because",
+        ),
+    ],
     "deepseek": [
         ({"scoring_func": "sigmoid"}, "key `scoring_func`: expected `softmax`"),
         ({"first_k_dense_replace": 3}, "key `first_k_dense_replace`: expected fewer layers than the 3"),
@@ -326,7 +362,11 @@ def test_a_start_token_is_needed(copied: Callable[[str], Path]) -> None:
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 NAMES = [entry["checkpoint"].rpartition("/")[2] for entry in PUBLISHED]
-_CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias")
+_CORRECTIONS = (
+    "mlp.gate.e_score_correction_bias",
+    "mlp.moe_statics.e_score_correction_bias",
+    "block_sparse_moe.e_score_correction_bias",
+)
 
 
 class _WithoutWeights(Checkpoint):
@@ -340,7 +380,8 @@ def without_weights(folder: Path, config: Mapping[str, Any]) -> Lowering:
     """Return the lowering of a config.json without weights, as if none were stored quantized."""
     config = {key: value for key, value in config.items() if key != "quantization_config" or value is None}
     (folder / "config.json").write_text(json.dumps(config))
-    experts = config.get("n_routed_experts", config.get("moe_num_experts"))
+    counts = ("n_routed_experts", "moe_num_experts", "num_local_experts")
+    experts = next((config[key] for key in counts if key in config), None)
     names = [f"model.layers.{at}.{name}" for at in range(config.get("num_hidden_layers", 0)) for name in _CORRECTIONS]
     tensors = {name: TensorRef("model.safetensors", "F32", (experts,), 0, 0) for name in names if experts}
     if config["model_type"] == "gpt_oss":  # as floats; MXFP4 has other names

@@ -34,10 +34,10 @@ from moec.compiler.workspace.parallel import workers
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.families.test_family_compiles import CHOSEN
 from tests.compiler.lowered import lowered, save_family, walked_logits
 from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
+from tests.tiny_families import CHOSEN
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 from tests.transformers_oracle import TransformersOracle
 
