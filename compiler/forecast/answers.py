@@ -15,7 +15,7 @@ from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork
-from ..walker.memory import all_weights
+from ..walker.memory import COMPILE_PROCESS_BYTES, all_weights, certificate_bytes, resident_bytes
 
 SAMPLE_ITEMS = 256
 """Items of each task that are counted. The other items are assumed to have the same length."""
@@ -55,13 +55,27 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
 
 def answer_slots(prepared: Prepared) -> int:
     """Return the sequences that the checkpoint decodes at once."""
+    one = _slot_bytes(prepared)
+    room = answers_kv_bytes(prepared.runtime_bytes, 2 * all_weights(prepared.lowering.model), one)
+    return max(1, min(MOST_ANSWER_SLOTS, room // one))
+
+
+def answering_bytes(prepared: Prepared) -> int:
+    """Return the memory while the checkpoint answers: its 16-bit weights, slots, and the layers that stay."""
+    model = prepared.lowering.model
+    resident = resident_bytes(model, prepared.kept_layers.count)
+    slots = answer_slots(prepared) * _slot_bytes(prepared)
+    whole = COMPILE_PROCESS_BYTES + certificate_bytes(model) + resident + 2 * all_weights(model) + slots
+    return min(whole, prepared.request.memory_limit_bytes)
+
+
+def _slot_bytes(prepared: Prepared) -> int:
+    """Return the bytes of the keys and values of the longest sequence."""
     longest, model = 1, prepared.lowering.model
     for split in prepared.splits:
         right, _ = _encoded(prepared, split, split.test.items[:SAMPLE_ITEMS], prepared.shots[split.task.name])
         longest = max([longest, *(len(prompt) + split.task.max_new_tokens for prompt, _ in right)])
-    one = model.kv_bytes_per_position * min(longest, model.default_context)
-    room = answers_kv_bytes(prepared.runtime_bytes, 2 * all_weights(model), one)
-    return max(1, min(MOST_ANSWER_SLOTS, room // one))
+    return model.kv_bytes_per_position * min(longest, model.default_context)
 
 
 def count_mode_answers(prepared: Prepared, work: ModesWork) -> tuple[int, float, float, float]:

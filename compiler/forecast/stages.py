@@ -49,7 +49,7 @@ from ..walker.memory import (
     variant_count,
 )
 from ..walker.texts import SKETCHES
-from .answers import answer_slots, count_answers
+from .answers import answer_slots, answering_bytes, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 CALIBRATING, PREDICTING = "calibrating and quantizing", "predicting what each unit costs"
@@ -249,7 +249,7 @@ class SearchForecast:
         about = "about " if is_loss and is_early else ""
         work += f"checkpoint and bundle on {about}{share * sum(held_out):,.0f} items, answers as long as the data's"
         seconds = seconds * sum(self._scales()) + self._reading_seconds()
-        return StageForecast(ANSWERING, seconds, memory, disk, work)
+        return StageForecast(ANSWERING, seconds, max(memory, answering_bytes(self._prepared)), disk, work)
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""

@@ -14,7 +14,7 @@ from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
-from moec.compiler.forecast.answers import answer_slots, count_answers
+from moec.compiler.forecast.answers import answer_slots, answering_bytes, count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
@@ -22,7 +22,7 @@ from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared, runtime_bytes
 from moec.compiler.request.options import Talk
 from moec.compiler.stages.encode_texts import encode_all_texts
-from moec.compiler.walker.memory import SMALL_TEXTS, active_weights, all_weights, variant_count
+from moec.compiler.walker.memory import SMALL_TEXTS, active_weights, all_weights, resident_bytes, variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
@@ -350,3 +350,17 @@ def test_answers_take_as_many_slots_as_memory_holds(folder: Path) -> None:
 
     assert slots(weights + 40 * one) == 40 and slots(weights + 1000 * one) == MOST_ANSWER_SLOTS
     assert slots(weights + one) == max(1, (weights + one) // 2 // one)
+
+
+def test_the_slots_of_answers_take_memory(folder: Path) -> None:
+    """The checkpoint answers at 16 bits next to the layers that stay, and never beyond the limit."""
+    ready = prepared(folder)
+    model, split = ready.lowering.model, ready.splits[0]
+    short, long = (
+        replace(ready, splits=(replace(split, task=replace(split.task, max_new_tokens=tokens)),)) for tokens in (20, 30)
+    )
+    more = answering_bytes(long) - answering_bytes(short)
+    assert more == answer_slots(ready) * 10 * model.kv_bytes_per_position
+    assert answering_bytes(ready) > 2 * all_weights(model) + resident_bytes(model, ready.kept_layers.count)
+    limited = replace(ready, request=replace(ready.request, memory_bytes=1 << 20))
+    assert answering_bytes(limited) == limited.request.memory_limit_bytes
