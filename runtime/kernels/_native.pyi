@@ -325,18 +325,21 @@ class ExpertLayers:
     The specification is `Model._experts_layer` in runtime/model/forward.py.
 
     layers: one dictionary per layer, with these keys:
-    - `norm`: float32 [D]; `norm_eps`.
+    - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None.
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
-    - `shared`: Expert or None.
+    - `rule`: None for a plain softmax, else six values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`), the
+      correction or None, the number of groups, how many are kept, whether the best two rate a group, and the margin.
+    - `shared`: Expert or None; `shared_router`: PackedMatrix [1, D] or None.
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
     - `experts`: one Expert per row of the router; None for one that is left out.
     - `ahead`: later layers to predict, nearest first, one tuple each.
 
-    A tuple of `ahead` has twelve values:
+    A tuple of `ahead` has fourteen values:
     - How many layers route up to this one; its number, its first expert, its top_k and its number of experts.
     - The experts to read ahead for one token, -1 for as many as learned thresholds say; the most of them that count as
       predicted; whether a missing one ends the advice; the experts to read ahead for each of several tokens.
-    - Its router, norm, and bias or None; or None three times, if there is no router to compute.
+    - Its router, norm, bias, bias of the norm, and rule, the last three or None; or None five times, if there is no
+      router to compute.
     - The layer whose experts predict it by paths, and the one before that; -1 for none.
     - Experts that are predicted without a router and a known path, and their scores.
 

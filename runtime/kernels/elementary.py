@@ -62,12 +62,12 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """Return e^x / sum(e^x) over the last axis, float32 of the same shape.
+    """Return e^x / sum(e^x) over the last axis, float32 of the same shape. The sum follows the order of the axis.
 
     x: float32. The largest of a row is finite.
     """
     shares = exp(x - x.max(axis=-1, keepdims=True))
-    return np.asarray(shares / shares.sum(axis=-1, keepdims=True), np.float32)
+    return np.asarray(shares / np.add.accumulate(shares, axis=-1)[..., -1:], np.float32)
 
 
 def natural_log(x: np.ndarray | float) -> np.ndarray:

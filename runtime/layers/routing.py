@@ -36,10 +36,10 @@ class RoutingRule:
             self._kept = np.ones(experts.count, bool)
             self._kept[list(pruned)] = False
             self._kept_experts = np.flatnonzero(self._kept).astype(np.int32)
-        router = experts.router
+        router = self.spec = experts.router
         self.is_softmax = router.is_plain
         """True if the score of an expert is its softmax share over all experts that are not pruned."""
-        self._correction = np.array(router.correction, np.float32) if router.correction else None
+        self.correction = np.array(router.correction, np.float32) if router.correction else None
         self.static: np.ndarray | None = None
         """Experts of each token id, int32 [V, K]; set only for static routing."""
         if router.static is not None:
@@ -85,8 +85,8 @@ class RoutingRule:
         if router.scoring == "uniform":
             scores = scores / np.float32(top_k)
         weights = np.take_along_axis(scores, chosen, axis=1)
-        if router.renormalize:
-            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+        if router.renormalize:  # summed in the order of ranks; sigmoids may all be 0
+            weights /= np.add.accumulate(weights, axis=1)[:, -1:] + np.float32(1e-20)
         return chosen, weights
 
     def _best(self, ranked: np.ndarray, top_k: int) -> np.ndarray:
@@ -148,7 +148,7 @@ class RoutingRule:
         return logits if self._kept is None else np.where(self._kept, logits, np.float32(-np.inf))
 
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
-        corrected = scores if self._correction is None else scores + self._correction
+        corrected = scores if self.correction is None else scores + self.correction
         if self._kept is not None:  # a score of 0 does not exclude a pruned expert: sigmoids underflow
             corrected = np.where(self._kept, corrected, np.float32(-np.inf))
         return _without_other_groups(corrected, self._experts.router)

@@ -27,14 +27,14 @@ class SharedExpert:
         """
         gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
         self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
-        self._router = weights.get("shared_router")
+        self.router = weights.get("shared_router")
 
     def weights(self, normed: np.ndarray) -> np.ndarray:
         """Return the weight of its output for each token, [T, 1]."""
-        if self._router is None:
+        if self.router is None:
             return np.ones((len(normed), 1), np.float32)
         logits = np.empty((len(normed), 1), np.float32)
-        kernels.linear(self._router, normed, logits)
+        kernels.linear(self.router, normed, logits)
         return sigmoid(logits)
 
     def __call__(self, normed: np.ndarray, parts: np.ndarray) -> None:

@@ -34,6 +34,10 @@ PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES
 """Constants of what is read ahead, for the extension."""
 
 
+Scoring = tuple[str, np.ndarray | None, int, int, bool, float]
+"""A router that is no plain softmax: scoring, correction, groups, groups kept, whether two experts rate one, margin."""
+
+
 class PredictedLayer(NamedTuple):
     """A layer that is predicted while another one runs, as the extension takes it.
 
@@ -41,7 +45,7 @@ class PredictedLayer(NamedTuple):
     layer, first_expert, top_k, experts: its index, the index of its first expert over all layers, and its numbers.
     rule: four values. Experts to read ahead for one token, -1 if thresholds are learned. The most that count as
         predicted. Whether a missing one ends the advice. Experts to read ahead for each of several tokens.
-    router, norm, bias: the router that predicts it, if one does.
+    router, norm, bias, norm_bias, scoring: the router that predicts it, if one does, as in `PassExperts.fields`.
     path: the last layers whose experts predict it, and the one before, if a path does; else -1.
     known_experts, known_scores: experts that no token changes, largest score first.
     """
@@ -55,6 +59,8 @@ class PredictedLayer(NamedTuple):
     router: Any = None
     norm: np.ndarray | None = None
     bias: np.ndarray | None = None
+    norm_bias: np.ndarray | None = None
+    scoring: Scoring | None = None
     path: tuple[int, int] = (-1, -1)
     known_experts: Sequence[int] = ()
     known_scores: Sequence[float] = ()
@@ -192,10 +198,13 @@ class PassExperts:
         experts = self._experts[first : first + spec.count]
         return {
             "norm": norm.weight,
+            "norm_bias": norm.bias,
             "norm_eps": norm.eps,
             "router": None if router is None or router.matrix is None else router.matrix.native,
             "router_bias": None if router is None else router.bias,
+            "rule": None if router is None else _scoring_of(router),
             "shared": None if shared is None else shared.expert.native,
+            "shared_router": None if shared is None or shared.router is None else shared.router.native,
             "layer": at,
             "first_expert": first,
             "top_k": spec.top_k,
@@ -224,7 +233,13 @@ class PassExperts:
         if source is None or matrix is None:
             raise ValueError(f"no router predicts layer {layer} while layer {at} runs")
         router, norm = source
-        return predicted._replace(router=matrix.native, norm=norm.weight, bias=router.bias_among_kept)
+        return predicted._replace(
+            router=matrix.native,
+            norm=norm.weight,
+            bias=router.bias_among_kept,
+            norm_bias=norm.bias,
+            scoring=_scoring_of(router),
+        )
 
 
 def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
@@ -236,8 +251,6 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     reason = why_not_native(options, model.encoder is not None)
     if reason is None and options.modes.decides:
         reason = "a lossy mode"
-    if reason is None and model.norm == "layer":
-        reason = "layer norms"
     for layer in model.layers:
         reason = reason or _why_not_layer(layer)
     return reason or (_why_not_advice(model, options) if reads_ahead else None)
@@ -248,17 +261,20 @@ def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
     return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
 
 
-def _why_not_layer(layer: LayerSpec) -> str | None:
-    """Return why the extension cannot compute a layer; None if it can.
+def _scoring_of(router: Router) -> Scoring | None:
+    """Return how a router turns logits into experts; None for a plain softmax."""
+    spec, rule = router.rule.spec, router.rule
+    if rule.is_softmax:
+        return None
+    return spec.scoring, rule.correction, spec.groups, spec.kept_groups, spec.group_score == "top2", spec.margin
 
-    It knows plain softmax routers without a capacity, and shared experts without a router.
-    """
+
+def _why_not_layer(layer: LayerSpec) -> str | None:
+    """Return why the extension cannot compute a layer; None if it can: it knows routers that read the stream."""
     router = layer.experts.router
-    if layer.experts.count and not router.is_plain:
-        return "routers that are no plain softmax"
-    if router.capacity:
-        return "routers with a capacity"
-    return "a shared expert with a router" if layer.shared is not None and layer.shared.has_gate else None
+    if router.static is not None:
+        return "static routing"
+    return "routers with a capacity" if router.capacity else None
 
 
 def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:

@@ -76,6 +76,7 @@ def test_greedy_continuations_equal_transformers(folder: Path, tmp_path: Path) -
     prompt = TOKENS[:7]
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32, pad_token_id=0)[0, 7:]
     with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
+        assert engine.code_path.to_text().endswith("layers in one call")
         found = [step.token_id for step in engine.generate(prompt, max_new_tokens=32)]
     assert found == expected.tolist()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import ExecutionError
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import ModelSpec, StaticRouting
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.bundle.tables import PathTables, Tables
@@ -34,6 +34,8 @@ LAYERS, EXPERTS, TOP_K = 3, 12, 3
 TOKENS = 120
 FAMILIES_THAT_DO_MORE = (
     "deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first", "gpt-oss", "gpt-oss-top1-half",
+    "deepseek-v2-groups-yarn", "deepseek-v3", "deepseek-v3-halves", "ernie", "qwen2", "phimoe", "phimoe-tied-half",
+    "minimax-m2", "hy3-tied-half", "flint-listed", "glm4-lite-groups-yarn", "solar-bias-groups",
 )  # fmt: skip
 DECISIONS = ("lookups", "hits", "misses", "evictions", "reads", "rereads", "bytes_read")
 
@@ -291,19 +293,34 @@ def never_left_out(chosen: list[Any]) -> bool:
     return not any(e in LEFT_OUT[at] for layers in chosen for at, rows in enumerate(layers) for e in np.ravel(rows))
 
 
+def by_sigmoid(model: ModelSpec) -> ModelSpec:
+    routers = [replace(layer.experts.router, scoring="sigmoid") for layer in model.layers]
+    layers = zip(model.layers, routers, strict=True)
+    return replace(
+        model, layers=tuple(replace(at, experts=replace(at.experts, router=router)) for at, router in layers)
+    )
+
+
+@pytest.mark.parametrize("change", [lambda model: model, by_sigmoid], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("options", [{}, {"expert_cache": "40%"}, {"prefetch": "off"}], ids=str)
-def test_experts_that_are_left_out(options: dict[str, Any], tmp_path: Path) -> None:
-    one, _ = both(emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", pruned=PRUNED), **options)
+def test_experts_that_are_left_out(
+    options: dict[str, Any], change: Callable[[ModelSpec], ModelSpec], tmp_path: Path
+) -> None:
+    path = emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", pruned=PRUNED)
+    one, _ = both(path, change, **options)
     assert never_left_out([chosen for chosen, _, _ in one.passes])
 
 
+@pytest.mark.parametrize("change", [lambda model: model, by_sigmoid], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_routers_of_nan_never_choose_what_is_left_out(value: float, tmp_path: Path, calls: list[int]) -> None:
+def test_routers_of_nan_never_choose_what_is_left_out(
+    value: float, change: Callable[[ModelSpec], ModelSpec], tmp_path: Path, calls: list[int]
+) -> None:
     """The logits that a bias makes NaN or infinite are compared; neither way computes an expert that has no bytes."""
     path = emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", pruned=PRUNED)
     chosen = []
     for way in (in_one_call, steps_only):
-        with opened(path, expert_cache="100%") as engine:
+        with opened(path, change, expert_cache="100%") as engine:
             model, cache = engine.model, engine.cache
             for router in model.routers():
                 assert router is not None
@@ -370,19 +387,18 @@ def test_rows_are_those_of_each_sequence_alone(bundle: Path) -> None:
             assert all(np.array_equal(row, own[step]) for row, own in zip(together, alone, strict=True))
 
 
-def test_who_takes_steps(bundle: Path, tmp_path: Path) -> None:
+def test_who_takes_steps(bundle: Path) -> None:
     """If the extension does not support a model, the steps are used."""
 
-    def with_sigmoid(model: ModelSpec) -> ModelSpec:
+    def with_static(model: ModelSpec) -> ModelSpec:
         first = model.layers[0]
-        router = replace(first.experts.router, scoring="sigmoid")
+        static = StaticRouting(tuple(range(TOP_K)) * model.vocab_size)
+        router = replace(first.experts.router, static=static)
         return replace(model, layers=(replace(first, experts=replace(first.experts, router=router)), *model.layers[1:]))
 
-    with opened(bundle, with_sigmoid) as engine:
+    with opened(bundle, with_static) as engine:
         assert engine.model.pass_experts is None
-    tiny = TINY_FAMILIES["qwen2"]  # the weight of its shared expert depends on the token
-    with opened(emit_bundle(save_tiny_family(tmp_path / "model", tiny), tmp_path / "bundle")) as engine:
-        assert engine.model.shared_experts and engine.model.pass_experts is None
+        assert engine.code_path.why_not_one_call == "static routing"
 
 
 def test_another_predictor_is_asked(bundle: Path) -> None:

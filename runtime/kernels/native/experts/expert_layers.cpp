@@ -50,7 +50,7 @@ void ExpertLayers::end_pass() {
     if (has_one()) {
         return;
     }
-    for (std::vector<float>* const values : {&normed_, &weights_, &parts_, &sum_, &kept_, &logits}) {
+    for (std::vector<float>* const values : {&normed_, &weights_, &parts_, &sum_, &kept_, &shared_weights_, &logits}) {
         std::vector<float>().swap(*values);
     }
     for (Indices* const places : {&starts_, &token_rows_, &part_rows_}) {
@@ -62,10 +62,17 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
     const size_t tokens = static_cast<size_t>(rows_.tokens), experts = layer.router == nullptr ? 0 : layer.experts.size();
     const size_t top_k = static_cast<size_t>(layer.top_k), size = static_cast<size_t>(size_);
     normed_.resize(tokens * size);
-    rms_norm(rows_.hidden, layer.norm, layer.norm_eps, rows_.tokens, size_, normed_.data());
+    if (layer.norm_bias == nullptr) {
+        rms_norm(rows_.hidden, layer.norm, layer.norm_eps, rows_.tokens, size_, normed_.data());
+    } else {
+        layer_norm(rows_.hidden, layer.norm, layer.norm_bias, layer.norm_eps, rows_.tokens, size_, normed_.data());
+    }
     logits.resize(tokens * experts);
     chosen.resize(tokens * top_k);
     weights_.resize(tokens * top_k);
+    if (!weigh_shared(layer)) {
+        return false;
+    }
     if (layer.router == nullptr) {
         return true;
     }
@@ -76,19 +83,45 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
     for (size_t t = 0; t < tokens; ++t) {
         add_bias(logits.data() + t * experts, layer.router_bias, layer.router->rows);
     }
-    const float* const kept = logits_among_kept(layer);
-    const RouteCall call{kept, chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
-    if (!moec::route(call, rows_.tokens)) {
+    if (!choose(layer)) {
         return false;
-    }
-    for (size_t t = 0; t < tokens; ++t) {
-        replace_left_out(layer, kept + t * experts, chosen.data() + t * top_k);
     }
     if (layer.weight_scale != 1.0f) {
         for (float& weight : weights_) {
             weight *= layer.weight_scale;
         }
     }
+    return true;
+}
+
+// Turns logits into experts and weights, without the scale of the router.
+bool ExpertLayers::choose(const ExpertLayerView& layer) {
+    const float* const kept = logits_among_kept(layer);
+    const RouteCall call{kept, chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
+    if (layer.rule != nullptr) {
+        route_by_rule(*layer.rule, call, rows_.tokens, layer.has_left_out ? layer.left_out.data() : nullptr);
+        return true;
+    }
+    if (!moec::route(call, rows_.tokens)) {
+        return false;
+    }
+    for (int64_t t = 0; t < rows_.tokens; ++t) {
+        replace_left_out(layer, kept + t * call.expert_count, chosen.data() + t * layer.top_k);
+    }
+    return true;
+}
+
+// The weight of the shared expert for each token.
+bool ExpertLayers::weigh_shared(const ExpertLayerView& layer) {
+    shared_weights_.assign(layer.shared == nullptr ? 0 : static_cast<size_t>(rows_.tokens), 1.0f);
+    if (layer.shared == nullptr || layer.shared_router == nullptr) {
+        return true;
+    }
+    float* const outputs[] = {shared_weights_.data()};
+    if (!linears(&layer.shared_router, 1, normed_.data(), rows_.tokens, outputs)) {
+        return false;
+    }
+    sigmoid(shared_weights_.data(), rows_.tokens);
     return true;
 }
 
@@ -278,14 +311,14 @@ ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, In
     return End::kDone;
 }
 
-// Adds the outputs of the experts in the order of their ranks. The weight of a shared expert is 1.
+// Adds the outputs of the experts in the order of their ranks.
 void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
     if (layer.shared != nullptr) {
         std::vector<float> all;
         for (int64_t t = 0; t < rows_.tokens; ++t) {
             const float* const own = weights_.data() + t * layer.top_k;
             all.insert(all.end(), own, own + layer.top_k);
-            all.push_back(1.0f);
+            all.push_back(shared_weights_[static_cast<size_t>(t)]);
         }
         weights_.swap(all);
     }

@@ -96,16 +96,20 @@ struct PassRows {
 };
 
 struct ExpertLayerView {
-    const float* norm;  // RMS, [D]
+    const float* norm;       // [D]
+    const float* norm_bias;  // [D], of a layer norm; null: an RMS norm
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
     const float* router_bias;  // [E]; may be null
-    const ExpertView* shared;  // computed for every token with weight 1; may be null
+    const RoutingRule* rule;   // null: softmax over the experts that are not left out
+    const ExpertView* shared;         // computed for every token; may be null
+    const MatrixView* shared_router;  // [1, D], the sigmoid of its logit weighs the shared expert; null: its weight is 1
     int64_t layer, first_expert, top_k;
     bool renormalizes;
     float weight_scale, residual_scale;
     std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen
     bool has_left_out;
+    std::vector<uint8_t> left_out;           // [E]; 1 where `experts` is null
     std::vector<LayerAhead> ahead;           // nearest first; empty: nothing is prefetched
 };
 
@@ -147,6 +151,8 @@ class ExpertLayers {
 
   private:
     bool route(const ExpertLayerView& layer);
+    bool choose(const ExpertLayerView& layer);
+    bool weigh_shared(const ExpertLayerView& layer);
     const float* logits_among_kept(const ExpertLayerView& layer);
     void replace_left_out(const ExpertLayerView& layer, const float* kept, int32_t* chosen_of_token) const;
     Indices group(const ExpertLayerView& layer);
@@ -185,7 +191,7 @@ class ExpertLayers {
     std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
-    std::vector<float> normed_, weights_, parts_, sum_, kept_;
+    std::vector<float> normed_, weights_, parts_, sum_, kept_, shared_weights_;
     // Choices of several tokens, expert by expert: those of expert e are [starts_[e], starts_[e + 1]) of the two others.
     Indices starts_, token_rows_, part_rows_;
 };

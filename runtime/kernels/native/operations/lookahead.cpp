@@ -1,4 +1,4 @@
-// Scores of the experts of later layers: norm, product, softmax. For one token one product serves all routers. The scores of
+// Scores of the experts of later layers: norm, product, softmax or the router's rule. For one token one product serves all routers. The scores of
 // several tokens are added.
 
 #include <algorithm>
@@ -12,20 +12,17 @@
 
 namespace moec {
 
-// In place. Sums run in the order of the experts, so every instruction set gives the same bits.
-static void softmax(const KernelTable& kernels, float* row, int64_t size) {
-    const float largest = *std::max_element(row, row + size);
-    for (int64_t e = 0; e < size; ++e) {
-        row[e] -= largest;
+// In place: logits of one token to the scores of a prediction.
+static void predicted_scores(const NormedRouter& router, float* row, int64_t experts) {
+    if (router.rule == nullptr) {
+        softmax(row, experts);
+        return;
     }
-    kernels.exp(row, size, row);
-    float total = 0.0f;
-    for (int64_t e = 0; e < size; ++e) {
-        total += row[e];
-    }
-    for (int64_t e = 0; e < size; ++e) {
-        row[e] /= total;
-    }
+    std::vector<uint8_t> left_out(static_cast<size_t>(experts));
+    std::transform(row, row + experts, left_out.begin(), [](float logit) { return std::isinf(logit) && logit < 0; });
+    expert_scores(*router.rule, row, experts);
+    rank_experts(*router.rule, row, experts, left_out.data());
+    std::transform(row, row + experts, row, [](float score) { return score < 0 ? 0.0f : score; });
 }
 
 void add_bias(float* logits, const float* bias, int64_t experts) {
@@ -45,7 +42,12 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
     const MatrixView* matrices[kMaxMatrices];
     float* rows[kMaxMatrices];
     for (int64_t i = 0; i < count; ++i) {
-        kernels.rms_norm(x, routers[i].norm, eps, size, normed.get() + i * size);
+        float* const row = normed.get() + i * size;
+        if (routers[i].norm_bias == nullptr) {
+            kernels.rms_norm(x, routers[i].norm, eps, size, row);
+        } else {
+            kernels.layer_norm(x, routers[i].norm, routers[i].norm_bias, eps, size, row);
+        }
         matrices[i] = routers[i].matrix;
         rows[i] = out + i * experts;
     }
@@ -54,7 +56,7 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
     }
     for (int64_t i = 0; i < count; ++i) {
         add_bias(rows[i], routers[i].bias, experts);
-        softmax(kernels, rows[i], experts);
+        predicted_scores(routers[i], rows[i], experts);
     }
     return true;
 }
@@ -67,7 +69,11 @@ bool router_demand(const NormedRouter& router, float eps, const float* x, int64_
     }
     float* const normed = memory.get();
     float* const rows = normed + tokens * size;
-    rms_norm(x, router.norm, eps, tokens, size, normed);
+    if (router.norm_bias == nullptr) {
+        rms_norm(x, router.norm, eps, tokens, size, normed);
+    } else {
+        layer_norm(x, router.norm, router.norm_bias, eps, tokens, size, normed);
+    }
     if (!linears(&router.matrix, 1, normed, tokens, &rows)) {
         return false;
     }
@@ -75,7 +81,7 @@ bool router_demand(const NormedRouter& router, float eps, const float* x, int64_
     for (int64_t t = 0; t < tokens; ++t) {
         float* const row = rows + t * experts;
         add_bias(row, router.bias, experts);
-        softmax(active_kernels(), row, experts);
+        predicted_scores(router, row, experts);
         for (int64_t e = 0; e < experts; ++e) {
             out[e] += row[e];
         }

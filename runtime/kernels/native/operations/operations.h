@@ -51,17 +51,40 @@ bool rope(const RopeCall& call, int64_t tokens);
 bool attention(const AttentionCall& call, int64_t tokens);
 bool route(const RouteCall& call, int64_t tokens);
 
+// How logits become experts and weights where this is no plain softmax. The specification is RoutingRule in
+// runtime/layers/routing.py.
+enum class Scoring { kSoftmax, kSigmoid, kSparsemixer };
+struct RoutingRule {
+    Scoring scoring;
+    const float* correction;  // [E], added to scores for the choice alone; may be null
+    int64_t groups, kept_groups;
+    bool by_best_two;         // a group is rated by its best two experts, else by its best one
+    float margin;             // of kSparsemixer
+};
+// In place: e^x / sum(e^x), and 1 / (1 + e^-x).
+void softmax(float* row, int64_t size);
+void sigmoid(float* x, int64_t size);
+// In place: logits of one token to scores, [E].
+void expert_scores(const RoutingRule& rule, float* logits, int64_t experts);
+// In place: scores of one token to those that decide the choice, -inf for none. left_out: [E], not 0 for experts that are
+// never chosen; may be null.
+void rank_experts(const RoutingRule& rule, float* scores, int64_t experts, const uint8_t* left_out);
+void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t tokens, const uint8_t* left_out);
+
 // Adds the bias of a router to its logits, [E]; bias may be null.
 void add_bias(float* logits, const float* bias, int64_t experts);
-// A router with an RMS norm of its own before it.
+// A router with a norm of its own before it.
 struct NormedRouter {
     const MatrixView* matrix;  // [E, D]
     const float* norm;         // [D]
-    const float* bias;         // [E]; may be null
+    const float* bias;         // [E]; may be null; -inf for an expert that is left out
+    const float* norm_bias = nullptr;     // [D], of a layer norm; null: an RMS norm
+    const RoutingRule* rule = nullptr;    // null: softmax
 };
-// out[i] = softmax(rms_norm(x) W_i^T + bias_i) for one token, rows of E. At most kMaxMatrices routers of equal D and E.
+// out[i] = scores of norm(x) W_i^T + bias_i for one token, rows of E. At most kMaxMatrices routers of equal D and E. Scores are
+// softmax shares, or by the router's rule what decides the choice, at least 0.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
-// out[e] = sum over the tokens, in order, of softmax(rms_norm(x) W^T + bias), for one router. x: [T, D]; out: [E].
+// out[e] = sum over the tokens, in order, of these scores, for one router. x: [T, D]; out: [E].
 bool router_demand(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* out);
 // Indices of the `count` largest values, largest first. Equal values: the lowest index first. NaN comes last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);

@@ -23,11 +23,14 @@ constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 // * rank, number, first expert, top_k, number of experts;
 // * experts to read ahead for one token (-1: learned), the most that count as predicted, whether a missing one ends the advice,
 //   experts to read ahead for each of several tokens;
-// * router, norm, bias; each may be None;
+// * router, norm, bias, bias of the norm, rule; each may be None;
 // * the last layer whose experts predict it and the one before, or -1;
 // * known experts and their scores.
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool, int64_t>, nb::object,
-                         nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
+                         nb::object, nb::object, nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
+// A routing rule that is no plain softmax: scoring, correction or None, groups, groups that are kept, whether a group is rated by
+// its best two, margin.
+using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -171,8 +174,32 @@ class BoundLayers {
     }
 
     // Returns null for None.
-    const float* bias(nb::handle object, int64_t size) {
-        return object.is_none() ? nullptr : vector(object, size, "router_bias");
+    const float* bias(nb::handle object, int64_t size, const char* name = "router_bias") {
+        return object.is_none() ? nullptr : vector(object, size, name);
+    }
+
+    // Returns null for None.
+    const RoutingRule* rule(nb::handle object, int64_t experts, int64_t top_k) {
+        if (object.is_none()) {
+            return nullptr;
+        }
+        const auto& [name, correction, groups, kept_groups, by_best_two, margin] = cast_or_refuse<Rule>(object, "rule");
+        const bool is_sparsemixer = name == "sparsemixer", is_sigmoid = name == "sigmoid";
+        if (!is_sparsemixer && !is_sigmoid && name != "softmax") {
+            refuse("rule: expected softmax, sigmoid or sparsemixer, found " + name);
+        }
+        if (groups < 1 || kept_groups < 1 || kept_groups > groups || experts % groups != 0) {
+            refuse("rule: expected groups of equal size, found " + std::to_string(kept_groups) + " of " +
+                   std::to_string(groups) + " groups of " + std::to_string(experts) + " experts");
+        }
+        if (top_k > (is_sparsemixer ? 2 : experts / groups * kept_groups) || (is_sparsemixer && experts < 2)) {
+            refuse("rule: expected at most " + std::to_string(is_sparsemixer ? 2 : experts / groups * kept_groups) +
+                   " experts of a token, found " + std::to_string(top_k));
+        }
+        const Scoring scoring = is_sigmoid ? Scoring::kSigmoid : is_sparsemixer ? Scoring::kSparsemixer : Scoring::kSoftmax;
+        const float* const added = bias(correction, experts, "correction");
+        rules_.push_back(std::make_unique<RoutingRule>(RoutingRule{scoring, added, groups, kept_groups, by_best_two, margin}));
+        return rules_.back().get();
     }
 
     const float* vector(nb::handle object, int64_t size, const char* name = "norm") {
@@ -191,6 +218,7 @@ class BoundLayers {
     ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
         ExpertLayerView view{};
         view.norm = vector(field(fields, "norm"), size);
+        view.norm_bias = bias(field(fields, "norm_bias"), size, "norm_bias");
         view.norm_eps = value<float>(fields, "norm_eps");
         view.layer = cache_.checked_layer(value<int64_t>(fields, "layer"));
         view.first_expert = value<int64_t>(fields, "first_expert");
@@ -206,9 +234,18 @@ class BoundLayers {
                        std::to_string(paths_.num_experts));
             }
             view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
+            view.rule = rule(field(fields, "rule"), view.router->rows, view.top_k);
         }
         if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
             view.shared = expert(shared, size);
+        }
+        if (const nb::object router = field(fields, "shared_router"); !router.is_none()) {
+            view.shared_router = matrix(router);
+            expect_size(view.shared_router->columns, size);
+            if (view.shared == nullptr || view.shared_router->rows != 1) {
+                refuse("shared_router: expected one row and a shared expert, found " +
+                       std::to_string(view.shared_router->rows) + " rows");
+            }
         }
         take_experts(view, value<nb::list>(fields, "experts"), size);
         for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {
@@ -240,6 +277,7 @@ class BoundLayers {
         int64_t kept = 0;
         for (nb::handle object : experts) {
             view.experts.push_back(object.is_none() ? nullptr : expert(object, size));
+            view.left_out.push_back(object.is_none());
             const ExpertView* const last = view.experts.back();
             first = first == nullptr ? last : first;
             kept += last != nullptr;
@@ -255,11 +293,11 @@ class BoundLayers {
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t running, int64_t size) {
-        const auto& [rank, layer, first, top_k, count, rule, router, norm, router_bias, path, known_experts, known_scores] =
-            fields;
+        const auto& [rank, layer, first, top_k, count, counts, router, norm, router_bias, norm_bias, scoring, path, known_experts,
+                     known_scores] = fields;
         auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
         auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
-        const auto& [advised, predicted, stops_at_miss, advised_each] = rule;
+        const auto& [advised, predicted, stops_at_miss, advised_each] = counts;
         LayerAhead ahead{rank,
                          layer,
                          first,
@@ -274,7 +312,8 @@ class BoundLayers {
                          {experts, scores}};
         if (!router.is_none()) {
             const MatrixView* const gate = matrix(router);
-            ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows)};
+            ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows), bias(norm_bias, size, "norm_bias"),
+                            rule(scoring, gate->rows, 1)};
             expect_size(gate->columns, size);
             expect_experts(first, ahead.router.matrix->rows);
         }
@@ -355,6 +394,7 @@ class BoundLayers {
     int64_t count_ = 0;
     PathTables paths_{};
     std::vector<std::unique_ptr<Array>> arrays_;
+    std::vector<std::unique_ptr<RoutingRule>> rules_;
     std::unique_ptr<ExpertLayers> layers_;
     bool is_running_ = false;
 };

@@ -1,0 +1,147 @@
+// Routing by scores that are no plain softmax: sigmoids, corrections, groups, sparsemixer. Few values per token, so the steps
+// are scalar; only exponentials come from the kernels. The specification is RoutingRule in runtime/layers/routing.py.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "operations/operations.h"
+
+namespace moec {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kLeastSum = 1e-20f;  // sigmoids may all be 0
+
+// In place: e^x, as in runtime/kernels/elementary.py.
+void exponentials(float* x, int64_t size) {
+    active_kernels().exp(x, size, x);
+}
+
+// The value of a group: the sum of its best two scores, or its best one. NaN if one is NaN.
+float group_value(const float* scores, int64_t size, bool by_best_two) {
+    float best = kNever, second = kNever;
+    for (int64_t e = 0; e < size; ++e) {
+        if (std::isnan(scores[e])) {
+            return scores[e];
+        }
+        second = std::max(second, std::min(best, scores[e]));
+        best = std::max(best, scores[e]);
+    }
+    return by_best_two ? second + best : best;
+}
+
+void leave_other_groups(const RoutingRule& rule, float* ranked, int64_t experts) {
+    const int64_t size = experts / rule.groups;
+    std::vector<float> values;
+    for (int64_t group = 0; group < rule.groups; ++group) {
+        values.push_back(group_value(ranked + group * size, size, rule.by_best_two));
+    }
+    const std::vector<int64_t> order = largest(values.data(), rule.groups, rule.groups);
+    for (auto group = order.begin() + rule.kept_groups; group != order.end(); ++group) {
+        std::fill(ranked + *group * size, ranked + (*group + 1) * size, kNever);
+    }
+}
+
+// The first largest number, or the first NaN, as in numpy.
+int64_t first_largest(const float* x, int64_t size) {
+    int64_t best = 0;
+    for (int64_t e = 0; e < size && !std::isnan(x[best]); ++e) {
+        best = x[e] > x[best] || std::isnan(x[e]) ? e : best;
+    }
+    return best;
+}
+
+// Two choices, one after the other, each weighed among the logits near it.
+void sparsemixer(const float* logits, float margin, const RouteCall& call, int64_t token) {
+    std::vector<float> left(logits, logits + call.expert_count), shares(left.size());
+    for (int64_t rank = 0; rank < 2; ++rank) {
+        const int64_t chosen = first_largest(left.data(), call.expert_count);
+        const float peak = logits[chosen];
+        std::transform(left.begin(), left.end(), shares.begin(), [peak](float x) { return x - peak; });
+        exponentials(shares.data(), call.expert_count);
+        float total = 0.0f;
+        for (int64_t e = 0; e < call.expert_count; ++e) {
+            const float magnitude = std::fabs(logits[e]), scale = magnitude > peak ? magnitude : peak;
+            const bool is_far = (peak - logits[e]) / scale > margin;
+            total += is_far ? 0.0f : shares[static_cast<size_t>(e)];
+        }
+        left[static_cast<size_t>(chosen)] = kNever;
+        if (rank < call.top_k) {
+            call.experts[token * call.top_k + rank] = static_cast<int32_t>(chosen);
+            call.weights[token * call.top_k + rank] = 1.0f / total;
+        }
+    }
+}
+
+}  // namespace
+
+void softmax(float* row, int64_t size) {
+    const float most = row[first_largest(row, size)];
+    for (int64_t e = 0; e < size; ++e) {
+        row[e] -= most;
+    }
+    exponentials(row, size);
+    float total = 0.0f;
+    for (int64_t e = 0; e < size; ++e) {  // in the order of the experts, so every instruction set gives the same bits
+        total += row[e];
+    }
+    for (int64_t e = 0; e < size; ++e) {
+        row[e] /= total;
+    }
+}
+
+void sigmoid(float* x, int64_t size) {
+    std::transform(x, x + size, x, [](float value) { return -value; });
+    exponentials(x, size);
+    std::transform(x, x + size, x, [](float value) { return 1.0f / (1.0f + value); });
+}
+
+void expert_scores(const RoutingRule& rule, float* logits, int64_t experts) {
+    rule.scoring == Scoring::kSigmoid ? sigmoid(logits, experts) : softmax(logits, experts);
+}
+
+void rank_experts(const RoutingRule& rule, float* scores, int64_t experts, const uint8_t* left_out) {
+    for (int64_t e = 0; e < experts; ++e) {
+        scores[e] = left_out != nullptr && left_out[e] != 0 ? kNever
+                    : rule.correction != nullptr            ? scores[e] + rule.correction[e]
+                                                            : scores[e];
+    }
+    if (rule.groups > 1) {
+        leave_other_groups(rule, scores, experts);
+    }
+}
+
+void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t tokens, const uint8_t* left_out) {
+    std::vector<float> scores, ranked;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const float* const logits = call.logits + t * call.expert_count;
+        if (rule.scoring == Scoring::kSparsemixer) {
+            sparsemixer(logits, rule.margin, call, t);
+            continue;
+        }
+        scores.assign(logits, logits + call.expert_count);
+        expert_scores(rule, scores.data(), call.expert_count);
+        ranked = scores;
+        rank_experts(rule, ranked.data(), call.expert_count, left_out);
+        const int64_t looked_at = left_out == nullptr ? call.top_k : call.expert_count;
+        int32_t* const experts = call.experts + t * call.top_k;
+        float* const weights = call.weights + t * call.top_k;
+        int64_t rank = 0;
+        float sum = 0.0f;
+        for (const int64_t expert : largest(ranked.data(), call.expert_count, looked_at)) {
+            if (rank == call.top_k || (left_out != nullptr && left_out[expert] != 0)) {
+                continue;
+            }
+            experts[rank] = static_cast<int32_t>(expert);
+            weights[rank] = scores[static_cast<size_t>(expert)];
+            sum += weights[rank++];
+        }
+        for (rank = 0; call.renormalizes && rank < call.top_k; ++rank) {
+            weights[rank] /= sum + kLeastSum;
+        }
+    }
+}
+
+}  // namespace moec
