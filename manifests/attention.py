@@ -130,6 +130,8 @@ class AttentionSpec:
     scale: factor of scores; 0 means head_size ** -0.5.
     latent: keys and values come from a shared vector. Then head_size is the size of a whole key, rotated features last.
     sinks: each head has one more learned score, which takes a share of the softmax and adds nothing.
+    output_gate: before the output product, features are multiplied by this function of a product of the normed stream.
+    gates_heads: the gate has one number for each head, not for each feature.
     """
 
     num_heads: int
@@ -143,6 +145,8 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = field(default=None, metadata=OPTIONAL)
+    output_gate: Literal["none", "sigmoid", "softplus"] = field(default="none", metadata=OPTIONAL)
+    gates_heads: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -153,15 +157,16 @@ class AttentionSpec:
         require(0 <= self.sliding_window <= MAX_POSITIONS, f"sliding_window out of range: {self.sliding_window}")
         require(self.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
         require(0 <= self.scale <= 1e3, f"attention scale out of range: {self.scale}")
+        require(self.output_gate != "none" or not self.gates_heads, "gates_heads needs an output_gate")
         if self.latent is not None:
             require(self.rope is not None, "latent attention needs a rotary embedding")
             fits = self.latent.plain_size + self.rotary_size == self.head_size
             require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
-            extras = self.sliding_window or self.sinks or self.relative_bias
+            extras = self.sliding_window or self.sinks or self.relative_bias or self.output_gate != "none"
             plain = (self.num_kv_heads, self.query_key_norm, self.bias, bool(extras))
             require(
                 plain == (self.num_heads, "none", "none", False),
-                "latent attention has no groups, norms, biases, window",
+                "latent attention has no groups, norms, biases, window, gate",
             )
 
     @property
@@ -173,7 +178,7 @@ class AttentionSpec:
     def is_bare(self) -> bool:
         """True if there are only heads and a scale, as required for attention over another sequence."""
         extras = self.rope or self.relative_bias or self.latent or self.sliding_window or self.sinks
-        return not extras and (self.query_key_norm, self.bias) == ("none", "none")
+        return not extras and (self.query_key_norm, self.bias, self.output_gate) == ("none", "none", "none")
 
     @property
     def score_scale(self) -> float:
@@ -213,6 +218,8 @@ def attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
         shapes["key_norm"] = (key_value if is_full else attention.head_size,)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
+    if attention.output_gate != "none":
+        shapes["output_gate"] = (attention.num_heads if attention.gates_heads else query, hidden)
     shapes["output"] = (hidden, query)
     if attention.bias == "all":
         shapes["output_bias"] = (hidden,)

@@ -12,9 +12,9 @@ from .optional_fields import OPTIONAL
 from .path_tables import PATH_SETS_VERSION, check_path_sets
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
-FORMAT_VERSIONS = (1, 2)
+FORMAT_VERSIONS = (1, 2, 3)
 """Versions that this package reads. A bundle has the lowest one that has all its features."""
-RELEASED_VERSION = 2
+RELEASED_VERSION = 3
 """Newest version with a release. Later versions may still change."""
 MANIFEST_NAME = "moec.json"
 DENSE_NAME = "dense.safetensors"
@@ -161,13 +161,15 @@ class DenseEntry:
         _check_checksum(self.xxh3)
 
 
-def version_of(dense: Iterable[DenseEntry], experts: Iterable[ExpertEntry], path_sets: bool = False) -> int:
-    """Return the lowest format version that has the formats of these entries, and exact sets in the path tables."""
+def version_of(
+    model: ModelSpec, dense: Iterable[DenseEntry], experts: Iterable[ExpertEntry], path_sets: bool = False
+) -> int:
+    """Return the lowest format version that has the model, the entries' formats, and exact sets in the path tables."""
     specs = {entry.spec for entry in dense}
     for expert in experts:
         specs.update(spec for spec in (expert.gate, expert.up, expert.down) if spec is not None)
     least = PATH_SETS_VERSION if path_sets else min(FORMAT_VERSIONS)
-    return max((least, *(spec.format_version for spec in specs)))
+    return max((least, model.format_version, *(spec.format_version for spec in specs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +285,9 @@ class BundleManifest:
     def __post_init__(self) -> None:
         if self.layout != LAYOUT:
             raise ValueError(f"layout: expected `{LAYOUT}`, found `{self.layout[:40]}`")
-        needed = version_of(self.dense, self.stored_experts, self.path_sets)
+        needed = version_of(self.model, self.dense, self.stored_experts, self.path_sets)
         if self.format_version != needed:
-            raise ValueError(f"format_version: its formats need {needed}, found {self.format_version}")
+            raise ValueError(f"format_version: its contents need {needed}, found {self.format_version}")
         if self.required_cpu_features:
             raise ValueError(
                 f"required_cpu_features: expected no instruction set, found `{self.required_cpu_features[0][:40]}`"

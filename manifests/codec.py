@@ -20,7 +20,7 @@ from .quant import SHORT_FORM, QuantSpec
 
 DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"
-_VERSIONS = " and ".join(map(str, FORMAT_VERSIONS))
+_VERSIONS = f"{FORMAT_VERSIONS[0]} to {FORMAT_VERSIONS[-1]}"
 _MAX_INTEGER = 1 << 63
 _PIECES = 1 << 16
 """Pieces of the canonical form that are compared at once: at most 1 MiB."""

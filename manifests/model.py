@@ -239,6 +239,11 @@ class ModelSpec:
             require(fits, f"layer {index}: the layers of an encoder have keys and values of one size")
 
     @property
+    def format_version(self) -> int:
+        """The lowest version of the bundle format that has all parts of the model."""
+        return 3 if any(layer.attention.output_gate != "none" for layer in self.layers) else 1
+
+    @property
     def original_positions(self) -> int:
         """Longest context in which no rotary embedding uses its long form. A run exceeds it only on request."""
         ropes = [layer.attention.rope for layer in self.layers]

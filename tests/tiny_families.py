@@ -384,6 +384,33 @@ TINY_FAMILIES = {
          "attention_multiplier": 0.25},
         shard_size="100KB", seed=74,
     ),
+    "laguna": TinyFamily(
+        "Laguna",
+        {
+            "num_experts": 8, "head_dim": 32, "sliding_window": 5, "shared_expert_intermediate_size": 32,
+            "rope_theta": None, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_attention_heads_per_layer": [4, 6, 2], "moe_routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 1.0},
+            },
+        },
+        seed=76,
+    ),
+    "laguna-elements": TinyFamily(
+        "Laguna",
+        {"num_experts": 6, "head_dim": 16, "gating": "per-element", "shared_expert_intermediate_size": 96,
+         "rope_theta": None, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"],
+         "num_experts_per_tok": 4},
+        shard_size="100KB", seed=77,
+    ),
+    "laguna-tied-half": TinyFamily(
+        "Laguna",
+        {"num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 1,
+         "rope_theta": None, "tie_word_embeddings": True, "sliding_window": 7, "mlp_layer_types": ["sparse"] * 3,
+         "layer_types": ["sliding_attention"] * 3},
+        dtype="float16", seed=78,
+    ),
     "granite-swa-yarn-half": TinyFamily(
         "GraniteMoeSWA",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
@@ -400,7 +427,7 @@ CHOSEN = {
     "glm4_moe_lite": "glm4-lite-groups-yarn", "solar_open": "solar-bias-groups", "sarvam_moe": "sarvam-moe-bias",
     "sarvam_mla": "sarvam-mla-yarn", "dots1": "dots1-windows", "minimax_m2": "minimax-m2", "hy_v3": "hy3-bias",
     "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
-    "granitemoe_swa": "granite-swa",
+    "granitemoe_swa": "granite-swa", "laguna": "laguna",
 }  # fmt: skip
 
 

@@ -137,7 +137,9 @@ def emit(
 def _manifest(content: BundleContent, source: SourceSummary, tables: Tables, written: _Emitter) -> BundleManifest:
     """Return the manifest of written files, not certified."""
     return BundleManifest(
-        format_version=version_of(written.dense, (*written.experts, *written.low_experts), tables.has_path_sets),
+        format_version=version_of(
+            content.plan.model, written.dense, (*written.experts, *written.low_experts), tables.has_path_sets
+        ),
         producer=producer(),
         certified=False,
         name=source.name,

@@ -35,6 +35,7 @@ _LAYER_NAMES = {
     "value_bias": "self_attn.v_proj.bias",
     "output_bias": "self_attn.o_proj.bias",
     "sinks": "self_attn.sinks",
+    "output_gate": "self_attn.g_proj.weight",
     "query_down": "self_attn.q_a_proj.weight",
     "query_down_norm": "self_attn.q_a_layernorm.weight",
     "latent_down": "self_attn.kv_a_proj_with_mqa.weight",

@@ -38,7 +38,7 @@ _PLAIN = {
     "encoder_sparse_step": 0,
     "mlp_layer_types": ["dense"],
 }
-_OF_EACH_LAYER = ("layer_types", "layer_rope_theta")
+_OF_EACH_LAYER = ("layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 """Keys whose values are lists with an entry for each layer."""  # fmt: skip
 _FOREIGN_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,

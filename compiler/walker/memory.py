@@ -25,8 +25,8 @@ _FLOAT = 4
 _HALF = 2
 
 
-LayerKind = tuple[bool, bool, int, RopeSpec | None]
-"""Whether a layer routes, whether it decodes, its sliding window, and its rotary embedding.
+LayerKind = tuple[bool, bool, int, RopeSpec | None, int]
+"""Whether a layer routes, whether it decodes, its sliding window, its rotary embedding, and its heads.
 
 Layers of a kind differ only in their weights, so one torch module computes all of them.
 """
@@ -36,7 +36,7 @@ def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     """Return the kind of a layer."""
     spec = model.layers[layer]
     decodes, attention = layer >= model.first_decoder_layer, spec.attention
-    return bool(spec.experts.count), decodes, attention.sliding_window, attention.rope
+    return bool(spec.experts.count), decodes, attention.sliding_window, attention.rope, attention.num_heads
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:

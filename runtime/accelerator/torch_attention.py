@@ -279,6 +279,8 @@ class TorchHeadAttention:
         names = ("query", "key", "value")
         self._inputs = products_of([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
         self._output = TorchLinear([weights["output"]], [weights.get("output_bias")], device)
+        gate = weights.get("output_gate")
+        self._gate = None if gate is None else TorchLinear([gate], [None], device)
         vectors = ("query_norm", "key_norm", "sinks")
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
@@ -300,6 +302,10 @@ class TorchHeadAttention:
         values[where.slots, :, where.positions] = value
         window, sinks = spec.sliding_window or 0, self._vectors.get("sinks")
         mixed = attend(query, keys, values, where, spec.score_scale, window, sinks)
+        if self._gate is not None:
+            (gates,) = self._gate(x)
+            gates = torch.sigmoid(gates) if spec.output_gate == "sigmoid" else torch.nn.functional.softplus(gates)
+            mixed = mixed * gates.reshape(count, spec.num_heads, -1)
         (out,) = self._output(mixed.reshape(count, -1))
         return np.asarray(out.cpu().numpy())
 

@@ -74,6 +74,8 @@ class AttentionLayer:
         window: int,
         sinks: Floats | None,
         distance_bias: Floats | None,
+        gate: PackedMatrix | None,
+        gate_function: str,
         residual_scale: float,
     ) -> None: ...
     def attend(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .elementary import sigmoid, softplus
 from .packed_matrix import Floats, PackedMatrix, require
 from .stream_layer import AttentionRule, StreamLayer, TokenPlaces, product
 
@@ -28,6 +29,8 @@ class AttentionLayer(StreamLayer):
     rotation: cosines and sines, [C, R / 2].
     interleaved: see `reference.rope`.
     scale, window, sinks: see `AttentionRule`; distance_bias is its `bias`.
+    gate: [H, D] or [H Dh, D]. Before the output, heads or features are multiplied by a function of its product.
+    gate_function: `sigmoid` or `softplus`.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -42,6 +45,8 @@ class AttentionLayer(StreamLayer):
     window: int = 0
     sinks: Floats | None = None
     distance_bias: Floats | None = None
+    gate: PackedMatrix | None = None
+    gate_function: str = "sigmoid"
 
     def _attend(
         self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
@@ -64,6 +69,10 @@ class AttentionLayer(StreamLayer):
         mixed = np.empty_like(query)
         rule = AttentionRule(self.scale, self.window, self.sinks, self.distance_bias)
         steps.attention(query, k_cache, v_cache, places, rule, mixed)
+        if self.gate is not None:
+            function = {"sigmoid": sigmoid, "softplus": softplus}[self.gate_function]
+            gates = function(product(steps, self.gate, normed))
+            mixed *= gates.reshape(count, mixed.shape[1], gates.shape[1] // mixed.shape[1])
         added = product(steps, output, mixed.reshape(count, output.columns))
         _add_biases([added], self.biases[3:])
         return added

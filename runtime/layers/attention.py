@@ -169,6 +169,8 @@ class HeadAttention:
             window=spec.sliding_window,
             sinks=weights.get("sinks"),
             distance_bias=bias,
+            gate=weights.get("output_gate"),
+            gate_function=spec.output_gate if spec.output_gate != "none" else "sigmoid",
             residual_scale=model.residual_scale,
         )
 

@@ -85,8 +85,8 @@ class RoutingRule:
         if router.scoring == "uniform":
             scores = scores / np.float32(top_k)
         weights = np.take_along_axis(scores, chosen, axis=1)
-        if router.renormalize:  # summed in the order of ranks; sigmoids may all be 0
-            weights /= np.add.accumulate(weights, axis=1)[:, -1:] + np.float32(1e-20)
+        if router.renormalize:
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
         return chosen, weights
 
     def _best(self, ranked: np.ndarray, top_k: int) -> np.ndarray:

@@ -234,7 +234,9 @@ def attend(draw: Draw) -> Call:
     norm = (draw.floats(hidden), draw.floats(hidden) if draw.source.random() < 0.3 else None)
     own = NATIVE.AttentionLayer(
         norm, 1e-5, matrices, biases, (None, None), 0.0, rotation, draw.source.random() < 0.5, kv_heads, head, 0.2,
-        draw.source.choice((0, 3)), draw.floats(heads) if draw.source.random() < 0.3 else None, None, 1.0,
+        draw.source.choice((0, 3)), draw.floats(heads) if draw.source.random() < 0.3 else None, None,
+        draw.matrix(draw.source.choice((heads, heads * head)), hidden) if draw.source.random() < 0.3 else None,
+        draw.source.choice(("sigmoid", "softplus")), 1.0,
     )  # fmt: skip
     places = draw.numbers.permutation(slots * positions)[:tokens]
     where = [guarded(part.astype(np.int32)) for part in (places // positions, places % positions)]

@@ -78,6 +78,12 @@ _FORMATS = (
     "q2g32b", "q1g32", "q1.6g64s", "q3g32b", "mxfp4", "q4g32b", "q8s", "q1.6s", "q1g32b", "q3s", "q2s", "q8g32",
 )  # fmt: skip
 _WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "num_local_experts": 3, "num_hidden_layers": 1}
+_GATES = {
+    "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 3,
+    "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads": 2, "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_theta": None,
+    "num_attention_heads_per_layer": [2, 4, 2], "moe_routed_scaling_factor": 2.5,
+}  # fmt: skip
 _FITTED_FORMATS = ("q4g32", "q3g32", "q2g32", "q4s")
 FITTED_WEIGHTS = {"hobbit": {"lru": 0.25, "lfu": 0.5, "lhu": 0.125, "fld": 0.125}}
 _WIDE_FORMATS = ("q5g64b", "q6g32", "q5s", "q6s", "q5g32", "q6g64")
@@ -157,6 +163,18 @@ def fitted(root: Path, seed: int) -> Path:
     return _emit(root, folder, formats=_FITTED_FORMATS, learned={EVICTION_NAME: canonical_json(FITTED_WEIGHTS)})
 
 
+def gates(root: Path, seed: int) -> Path:
+    """Laguna: softplus gates, in the last layer sigmoid gates; heads and rotation by layer."""
+    folder = save_tiny_family(root / "model", TinyFamily("Laguna", {**_SMALL, **_GATES}, seed=seed))
+
+    def change(lowering: Lowering) -> Lowering:
+        *before, last = lowering.model.layers
+        gated = replace(last, attention=replace(last.attention, output_gate="sigmoid"))
+        return replace(lowering, model=replace(lowering.model, layers=(*before, gated)))
+
+    return _emit(root, folder, change)
+
+
 def _with_static_layer(lowering: Lowering) -> Lowering:
     """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
@@ -212,6 +230,7 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "sets": (sets, [EXACT]),
     "wide": (wide, [EXACT]),
     "fitted": (fitted, [EXACT]),
+    "gates": (gates, [EXACT]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 

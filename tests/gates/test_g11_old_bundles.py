@@ -59,6 +59,8 @@ MISREAD: list[tuple[str, str, Any]] = [
     ("encoder", "model.layers[0].experts.router.capacity", ...),
     ("encoder", "model.encoder.start_token_id", 1),
     ("encoder", "model.layers[0].attention.relative_bias.max_distance", 64),
+    ("gates", "model.layers[0].attention.output_gate", "sigmoid"),
+    ("gates", "model.layers[1].attention.rope.theta", 2e4),
     ("versions", "model.embedding_scale", 1.0),
     ("versions", "model.residual_scale", 1.0),
     ("versions", "model.logits_scale", 1.0),

@@ -165,7 +165,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
         files.write(name, data)
     seed = plan.calibration_seed
     manifest = BundleManifest(
-        format_version=version_of(dense, (*experts, *low)),
+        format_version=version_of(plan.model, dense, (*experts, *low)),
         producer="tests",
         name=plan.name,
         certified=True,

@@ -175,8 +175,14 @@ def _draw_attention(source: random.Random, kind: str, encodes: bool) -> Attentio
         bias=source.choice(("none", "none", "inputs", "all")),
         scale=scale,
         sinks=not encodes and chance(source, 0.25),
+        **_draw_gate(source),
         relative_bias=bias if kind in ("bias", "encoder") and chance(source, 0.8) else None,
     )
+
+
+def _draw_gate(source: random.Random) -> dict[str, Any]:
+    gate = source.choice(("none", "none", "none", "sigmoid", "softplus"))
+    return {"output_gate": gate, "gates_heads": gate != "none" and chance(source, 0.5)}
 
 
 def _draw_latent(source: random.Random, heads: int, scale: float) -> AttentionSpec:

@@ -50,6 +50,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "sinks": {"sinks": vector(HEADS, 7)},
     "bias of distances": {"distance_bias": inputs(HEADS, 2 * CONTEXT - 1, 8)},
+    "gated heads": {"gate": matrix_of(random_matrix(HEADS, HIDDEN, QuantSpec.parse("q8"), 9))},
+    "gated features": {
+        "gate": matrix_of(random_matrix(QUERIES, HIDDEN, QuantSpec.parse("bf16"), 9)),
+        "gate_function": "softplus",
+    },
     "scaled": {"residual_scale": 0.3},
 }
 PARTS["together"] = {name: part for each in PARTS.values() for name, part in each.items()}

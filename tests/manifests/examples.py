@@ -119,7 +119,7 @@ def build_manifest(
         weights.append(DenseEntry(name, shape, dense[number % len(dense)] if free else BF16, XXH3))
     files = {DENSE_NAME: 5000, TABLES_NAME: 4096, **ends}
     fields: dict[str, Any] = {
-        "format_version": version_of(weights, experts),
+        "format_version": version_of(model, weights, experts),
         "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16",
         "model": model,
         "device": DeviceSummary("host", SHA, 1 << 30, 1 << 20), "cost": cost_of(model, experts, weights),

@@ -69,7 +69,7 @@ CONTRADICTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("dense out of order", lambda: {"dense": swapped(BASE.dense, 2, 3)}, "in order"),
     ("dense shape", lambda: {"dense": with_item(BASE.dense, 0, shape=(51, 32))}, r"dense\[embedding\]: expected shape"),
     ("version too low", lambda: {"dense": with_item(BASE.dense, 0, spec=QuantSpec(5))}, "need 2, found 1"),
-    ("version too high", lambda: {"format_version": 2}, "format_version: its formats need 1, found 2"),
+    ("version too high", lambda: {"format_version": 2}, "format_version: its contents need 1, found 2"),
     ("dense format", lambda: {"dense": with_item(BASE.dense, 0, spec=QuantSpec(4, 64))}, "cannot hold 32 columns"),
 ]  # fmt: skip
 
@@ -88,10 +88,10 @@ def test_five_and_six_bits_need_version_2(text: str, version: int) -> None:
     dense = build_manifest(model, [(BF16, Q8, Q8)], [BF16, new])
     assert expert.format_version == dense.format_version == version
     low = replace(expert.experts[0], file=low_experts_file_name(0), size_bytes=1 << 12)
-    assert version_of((), (low,)) == version
+    assert version_of(model, (), (low,)) == version
     for manifest in (expert, dense):
         assert decode_manifest(encode_manifest(manifest), "moec.json") == manifest
-        with pytest.raises(ManifestInvalid, match=f"its formats need {version}, found {3 - version}"):
+        with pytest.raises(ManifestInvalid, match=f"its contents need {version}, found {3 - version}"):
             decode_manifest(seal({**to_plain(manifest), "format_version": 3 - version}), "moec.json")
 
 

@@ -111,6 +111,15 @@ bool turn_heads(const AttentionLayerView& layer, const float* norm, float* rows,
     return rotate(layer.rotation, rows, tokens, heads, layer.head_size, positions);
 }
 
+// mixed *= f(gates), [T, H, Dh] and [T, H] or [T, H Dh]. gates: scratch.
+void gate_heads(const AttentionLayerView& layer, int64_t tokens, float* gates, float* mixed) {
+    const int64_t count = tokens * layer.gate.rows, features = tokens * layer.heads * layer.head_size;
+    layer.is_softplus ? softplus(gates, count) : sigmoid(gates, count);
+    for (int64_t i = 0; i < features; ++i) {
+        mixed[i] *= gates[i / (features / count)];
+    }
+}
+
 // Copies `size` floats of each of `count` rows. Strides are in floats.
 void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t size, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
@@ -179,7 +188,7 @@ void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* 
 bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
             const TokenPlaces& places) {
     const int64_t size = layer.query.columns, query_size = layer.query.rows, key_size = layer.key.rows;
-    const Floats memory = take_floats(tokens * (size + 2 * query_size + 2 * key_size));
+    const Floats memory = take_floats(tokens * (size + 2 * query_size + 2 * key_size + layer.gate.rows));
     if (memory == nullptr && tokens > 0) {
         return false;
     }
@@ -188,11 +197,12 @@ bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, cons
     float* const mixed = queries + tokens * query_size;
     float* const keys = mixed + tokens * query_size;
     float* const values = keys + tokens * key_size;
+    float* const gates = values + tokens * key_size;
 
     norm_stream(layer.ends, hidden, tokens, size, stream);
-    const MatrixView* const matrices[] = {&layer.query, &layer.key, &layer.value};
-    float* const rows[] = {queries, keys, values};
-    if (!linears(matrices, 3, stream, tokens, rows)) {
+    const MatrixView* const matrices[] = {&layer.query, &layer.key, &layer.value, &layer.gate};
+    float* const rows[] = {queries, keys, values, gates};
+    if (!linears(matrices, layer.gate.rows > 0 ? 4 : 3, stream, tokens, rows)) {
         return false;
     }
     for (int i = 0; i < 3; ++i) {
@@ -206,7 +216,13 @@ bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, cons
     const AttentionCall call{queries,     cache.keys,      cache.values,    cache.is_half, places.slots,  places.positions,
                              mixed,       layer.heads,     layer.kv_heads,  layer.head_size, cache.context, layer.window,
                              layer.scale, layer.sinks,     places.ends,     layer.distance_bias};
-    return attention(call, tokens) && add_output(layer.ends, layer.output, layer.biases[3], mixed, tokens, stream, hidden);
+    if (!attention(call, tokens)) {
+        return false;
+    }
+    if (layer.gate.rows > 0 && tokens > 0) {
+        gate_heads(layer, tokens, gates, mixed);
+    }
+    return add_output(layer.ends, layer.output, layer.biases[3], mixed, tokens, stream, hidden);
 }
 
 bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,

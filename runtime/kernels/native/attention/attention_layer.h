@@ -59,6 +59,8 @@ struct AttentionLayerView {
     int64_t window;              // 0: no window
     const float* sinks;          // [H]
     const float* distance_bias;  // [H, 2 C - 1]
+    MatrixView gate;             // [H, D], or [H Dh, D]; no rows: the output is not gated
+    bool is_softplus;            // the function of the gate, else a sigmoid
 };
 
 // Latent attention: the keys and values of all heads come from one vector, and only this vector is cached.

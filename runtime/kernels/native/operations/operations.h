@@ -61,9 +61,10 @@ struct RoutingRule {
     bool by_best_two;         // a group is rated by its best two experts, else by its best one
     float margin;             // of kSparsemixer
 };
-// In place: e^x / sum(e^x), and 1 / (1 + e^-x).
+// In place: e^x / sum(e^x), 1 / (1 + e^-x), and ln(1 + e^x).
 void softmax(float* row, int64_t size);
 void sigmoid(float* x, int64_t size);
+void softplus(float* x, int64_t size);
 // In place: logits of one token to scores, [E].
 void expert_scores(const RoutingRule& rule, float* logits, int64_t experts);
 // In place: scores of one token to those that decide the choice, -inf for none. left_out: [E], not 0 for experts that are

@@ -19,6 +19,29 @@ void exponentials(float* x, int64_t size) {
     active_kernels().exp(x, size, x);
 }
 
+// The sum in the order of numpy, in which the first bundles were tested: eight sums side by side, of at most 128 values.
+float numpy_sum(const float* x, int64_t size) {
+    constexpr int64_t kSums = 8, kAtOnce = 128;
+    if (size > kAtOnce) {
+        const int64_t first = size / 2 - size / 2 % kSums;
+        return numpy_sum(x, first) + numpy_sum(x + first, size - first);
+    }
+    const int64_t whole = size < kSums ? 0 : size - size % kSums;
+    float total = 0.0f;
+    if (whole > 0) {
+        float sums[kSums];
+        std::copy(x, x + kSums, sums);
+        for (int64_t i = kSums; i < whole; ++i) {
+            sums[i % kSums] += x[i];
+        }
+        total = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    }
+    for (int64_t i = whole; i < size; ++i) {
+        total += x[i];
+    }
+    return total;
+}
+
 // The value of a group: the sum of its best two scores, or its best one. NaN if one is NaN.
 float group_value(const float* scores, int64_t size, bool by_best_two) {
     float best = kNever, second = kNever;
@@ -53,6 +76,17 @@ int64_t first_largest(const float* x, int64_t size) {
     return best;
 }
 
+// In place: e^(x - peak) for the largest x.
+void exponentiate(float* x, int64_t size) {
+    const float peak = x[first_largest(x, size)];
+    std::transform(x, x + size, x, [peak](float value) { return value - peak; });
+    exponentials(x, size);
+}
+
+void divide(float* x, int64_t size, float by) {
+    std::transform(x, x + size, x, [by](float value) { return value / by; });
+}
+
 // Two choices, one after the other, each weighed among the logits near it.
 void sparsemixer(const float* logits, float margin, const RouteCall& call, int64_t token) {
     std::vector<float> left(logits, logits + call.expert_count), shares(left.size());
@@ -78,18 +112,12 @@ void sparsemixer(const float* logits, float margin, const RouteCall& call, int64
 }  // namespace
 
 void softmax(float* row, int64_t size) {
-    const float most = row[first_largest(row, size)];
-    for (int64_t e = 0; e < size; ++e) {
-        row[e] -= most;
-    }
-    exponentials(row, size);
+    exponentiate(row, size);
     float total = 0.0f;
     for (int64_t e = 0; e < size; ++e) {  // in the order of the experts, so every instruction set gives the same bits
         total += row[e];
     }
-    for (int64_t e = 0; e < size; ++e) {
-        row[e] /= total;
-    }
+    divide(row, size, total);
 }
 
 void sigmoid(float* x, int64_t size) {
@@ -98,8 +126,28 @@ void sigmoid(float* x, int64_t size) {
     std::transform(x, x + size, x, [](float value) { return 1.0f / (1.0f + value); });
 }
 
+void softplus(float* x, int64_t size) {
+    constexpr int kTerms = 9;
+    std::vector<float> y(x, x + size);
+    std::transform(y.begin(), y.end(), y.begin(), [](float value) { return -std::fabs(value); });
+    exponentials(y.data(), size);
+    for (int64_t i = 0; i < size; ++i) {  // the series of elementary.py
+        const double part = y[static_cast<size_t>(i)], s = part / (2 + part), square = s * s;
+        double series = 1.0 / (2 * kTerms - 1);
+        for (int k = kTerms - 2; k >= 0; --k) {
+            series = series * square + 1.0 / (2 * k + 1);
+        }
+        x[i] = static_cast<float>((x[i] < 0 ? 0.0f : x[i]) + 2 * s * series);
+    }
+}
+
 void expert_scores(const RoutingRule& rule, float* logits, int64_t experts) {
-    rule.scoring == Scoring::kSigmoid ? sigmoid(logits, experts) : softmax(logits, experts);
+    if (rule.scoring == Scoring::kSigmoid) {
+        sigmoid(logits, experts);
+        return;
+    }
+    exponentiate(logits, experts);
+    divide(logits, experts, numpy_sum(logits, experts));
 }
 
 void rank_experts(const RoutingRule& rule, float* scores, int64_t experts, const uint8_t* left_out) {
@@ -129,17 +177,15 @@ void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t token
         int32_t* const experts = call.experts + t * call.top_k;
         float* const weights = call.weights + t * call.top_k;
         int64_t rank = 0;
-        float sum = 0.0f;
         for (const int64_t expert : largest(ranked.data(), call.expert_count, looked_at)) {
             if (rank == call.top_k || (left_out != nullptr && left_out[expert] != 0)) {
                 continue;
             }
             experts[rank] = static_cast<int32_t>(expert);
-            weights[rank] = scores[static_cast<size_t>(expert)];
-            sum += weights[rank++];
+            weights[rank++] = scores[static_cast<size_t>(expert)];
         }
-        for (rank = 0; call.renormalizes && rank < call.top_k; ++rank) {
-            weights[rank] /= sum + kLeastSum;
+        if (call.renormalizes) {
+            divide(weights, call.top_k, numpy_sum(weights, call.top_k) + kLeastSum);
         }
     }
 }

@@ -1,6 +1,8 @@
 // Bindings of attention: its single steps, and layers from the residual stream back to the residual stream.
 // Shapes and meanings: runtime/kernels/reference/, runtime/kernels/attention_layer.py and latent_layer.py.
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -273,7 +275,8 @@ class AttentionLayer {
   public:
     AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms,
                    float head_norm_eps, nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size,
-                   float scale, int64_t window, nb::object sinks, nb::object distance_bias, float residual_scale) {
+                   float scale, int64_t window, nb::object sinks, nb::object distance_bias, nb::object gate,
+                   const std::string& gate_function, float residual_scale) {
         if (norm.size() != 2 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
             refuse("attention: expected a norm and its bias, four matrices, four biases, two norms of heads");
         }
@@ -288,6 +291,7 @@ class AttentionLayer {
             view_.biases[i] = vectors_.take(biases[i], "biases", {i == 0 ? query_size : i == 3 ? size : key_size});
         }
         take_head_norms(head_norms);
+        take_gate(gate, gate_function);
         view_.rotation = vectors_.rotation(rotation, is_interleaved, head_size);
         view_.sinks = vectors_.take(sinks, "sinks", {view_.heads});
         distance_bias_ = MaybeArray(distance_bias, "bias", Kind::kFloat32, 2);
@@ -324,6 +328,22 @@ class AttentionLayer {
         view_.kv_heads = kv_heads;
         view_.head_size = head_size;
         view_.heads = view_.query.rows / head_size;
+    }
+
+    void take_gate(const nb::object& gate, const std::string& function) {
+        view_.is_softplus = function == "softplus";
+        if (!view_.is_softplus && function != "sigmoid") {
+            refuse("gate_function: expected sigmoid or softplus, found " + function);
+        }
+        if (gate.is_none()) {
+            return;
+        }
+        matrices_.take(gate, view_.gate);
+        if (view_.gate.columns != view_.query.columns ||
+            (view_.gate.rows != view_.heads && view_.gate.rows != view_.query.rows)) {
+            refuse("gate: expected rows for " + std::to_string(view_.heads) + " heads or " + std::to_string(view_.query.rows) +
+                   " features, found " + std::to_string(view_.gate.rows));
+        }
     }
 
     void take_head_norms(const nb::tuple& norms) {
@@ -420,10 +440,10 @@ void bind_attention(nb::module_& module) {
                "out"_a, "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     nb::class_<AttentionLayer>(module, "AttentionLayer")
         .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float,
-                      int64_t, nb::object, nb::object, float>(),
+                      int64_t, nb::object, nb::object, nb::object, std::string, float>(),
              "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(),
              "interleaved"_a, "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(),
-             "residual_scale"_a)
+             "gate"_a.none(), "gate_function"_a, "residual_scale"_a)
         .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
              "ends"_a = nb::none());
     nb::class_<LatentLayer>(module, "LatentLayer")
