@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moec.evaluation.statistics import ONE_SIDED_95
 from moec.manifests.bundle import LOOKAHEAD_NAME
-from moec.manifests.model import ExpertKey, ModelSpec
+from moec.manifests.model import ExpertKey, ModelSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import build_header
 
@@ -87,7 +88,7 @@ class LearnedMap:
 def can_learn(model: ModelSpec) -> bool:
     """Return whether later routers of a model can be foreseen by a linear map."""
     routers = [model.layers[layer].experts.router for layer in model.expert_layers]
-    return model.encoder is None and len(routers) > 1 and all(router.is_plain for router in routers)
+    return model.encoder is None and len(routers) > 1 and all(router.static is None for router in routers)
 
 
 def layer_groups(model: ModelSpec, tokens: int, memory_bytes: int) -> list[Sequence[int]]:
@@ -137,7 +138,7 @@ def regression_bytes(model: ModelSpec, tokens: int) -> int:
 
 
 def learn_maps(
-    samples: Mapping[int, RoutingSample], layers: Sequence[int], left_out: Collection[ExpertKey]
+    model: ModelSpec, samples: Mapping[int, RoutingSample], layers: Sequence[int], left_out: Collection[ExpertKey]
 ) -> list[LearnedMap]:
     """Return the maps of some layers that foresee more than the later routers do, by layer and distance.
 
@@ -156,7 +157,8 @@ def learn_maps(
             for ahead in range(1, MAX_AHEAD + 1):
                 if layer + ahead in samples:
                     hidden = [key.expert for key in left_out if key.layer == layer + ahead]
-                    learned = _learn(samples, layer, ahead, solve, hidden)
+                    router = model.layers[layer + ahead].experts.router
+                    learned = _learn(samples, layer, ahead, solve, router, hidden)
                     maps += [] if learned is None else [learned]
     return maps
 
@@ -197,20 +199,28 @@ def _regression(inputs: Sequence[Tensor]) -> _Solve:
 
 
 def _learn(
-    samples: Mapping[int, RoutingSample], layer: int, ahead: int, solve: _Solve, left_out: Sequence[int]
+    samples: Mapping[int, RoutingSample],
+    layer: int,
+    ahead: int,
+    solve: _Solve,
+    router: RouterSpec,
+    left_out: Sequence[int],
 ) -> LearnedMap | None:
     """Return the best map from one layer to a later one; None if it foresees no more than the later router.
 
+    router: of the later layer.
     left_out: experts of the later layer that are never foreseen.
     """
+    hits = partial(_hits, router, left_out)
     sample, later = samples[layer], samples[layer + ahead]
     targets = _part(later.logits, is_held_out=False)
-    targets = targets - targets.mean(1, keepdim=True)  # softmax does not see what all have in common
+    if router.scoring != "sigmoid":  # others do not see what all logits have in common
+        targets = targets - targets.mean(1, keepdim=True)
     inputs, chosen = _part(sample.inputs, is_held_out=True).float(), _part(later.chosen, is_held_out=True)
-    router_hits = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen, left_out)
+    router_hits = hits(_part(sample.foreseen[ahead], is_held_out=True), chosen)
 
     def hits_of(weights: Tensor) -> Tensor:
-        return _hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen, left_out)
+        return hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen)
 
     weights = max(
         (solve(targets, ridge).float() for ridge in _RIDGES), key=lambda candidate: float(hits_of(candidate).mean())
@@ -246,13 +256,31 @@ def _smallest(
     return spec, torch.cat([halves.float(), bias], dim=1), pack_16bit(halves, spec)
 
 
-def _hits(logits: Tensor, chosen: Tensor, left_out: Sequence[int]) -> Tensor:
-    """Return the share of each token's chosen experts that have the top-k logits of the others, float64 [T]."""
-    logits = logits.clone()
-    logits[:, list(left_out)] = -torch.inf
+def _hits(router: RouterSpec, left_out: Sequence[int], logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the share of each token's chosen experts that a router chooses by these logits, float64 [T].
+
+    left_out: experts that are never foreseen.
+    """
+    ranked = _ranked(router, logits)
+    ranked[:, list(left_out)] = -torch.inf
     with FirstOfEqual():
-        top_k = logits.topk(chosen.shape[1], dim=1).indices
+        top_k = ranked.topk(chosen.shape[1], dim=1).indices
     return (top_k.unsqueeze(2) == chosen.unsqueeze(1)).any(2).double().mean(1)
+
+
+def _ranked(router: RouterSpec, logits: Tensor) -> Tensor:
+    """Return what decides the choice, float32 [T, E]: logits, or scores with a correction within the best groups."""
+    if router.is_by_logits or router.scoring == "sparsemixer":
+        return logits.clone()
+    scores = logits.sigmoid() if router.scoring == "sigmoid" else logits.softmax(1)
+    if router.correction:
+        scores = scores + torch.tensor(router.correction)
+    if router.groups > 1:
+        grouped = scores.view(len(scores), router.groups, -1)
+        values = grouped.topk(2 if router.group_score == "top2" else 1, dim=2).values.sum(2)
+        others = values.topk(router.groups - router.kept_groups, dim=1, largest=False).indices
+        scores = grouped.scatter(1, others.unsqueeze(2).expand(-1, -1, grouped.shape[2]), -torch.inf).flatten(1)
+    return scores
 
 
 def encode_maps(maps: Sequence[LearnedMap]) -> bytes:

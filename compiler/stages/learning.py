@@ -165,7 +165,7 @@ def learn_lookahead(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) 
             for layer, sample in samples.items():
                 sample.add(record[layer])
             progress(number * len(texts) + done, (len(groups) + 1) * len(texts))
-        maps += learn_maps(samples, group, left_out)
+        maps += learn_maps(model, samples, group, left_out)
     progress(1, 1)
     return maps
 

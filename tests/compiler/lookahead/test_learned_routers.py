@@ -26,9 +26,10 @@ from moec.compiler.linear_maps import (
 from moec.compiler.request.options import Talk
 from moec.compiler.stages import learning as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
-from moec.manifests.model import ExpertKey, ModelSpec
+from moec.manifests.model import ExpertKey, ModelSpec, StaticRouting
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.layers.routing import RoutingRule
 from moec.runtime.prefetch.learned_routers import read_lookahead
 from tests.compiler.lowered import lowered
 from tests.tiny_compile import compile_tiny, save_model, save_texts
@@ -76,7 +77,7 @@ def samples_of(model: ModelSpec, noise: float, foresight: float) -> dict[int, Ro
 
 def learned(model: ModelSpec, noise: float = 0.1, foresight: float = 0.0) -> list[LearnedMap]:
     """Return the maps of all layers."""
-    return learn_maps(samples_of(model, noise, foresight), model.expert_layers, ())
+    return learn_maps(model, samples_of(model, noise, foresight), model.expert_layers, ())
 
 
 def test_what_is_linear_is_learned(model: ModelSpec) -> None:
@@ -96,8 +97,8 @@ def test_experts_that_are_left_out_are_not_foreseen(model: ModelSpec) -> None:
     samples = samples_of(model, noise=0.1, foresight=0.0)
     for logits, chosen in zip(samples[1].logits, samples[1].chosen, strict=True):
         chosen.copy_(logits[:, 2:].topk(TOP_K, dim=1).indices + 2)
-    blind = learn_maps(samples, [0], ())[0]
-    found = learn_maps(samples, [0], [ExpertKey(1, 0), ExpertKey(1, 1)])[0]
+    blind = learn_maps(model, samples, [0], ())[0]
+    found = learn_maps(model, samples, [0], [ExpertKey(1, 0), ExpertKey(1, 1)])[0]
     assert (found.layer, found.ahead) == (blind.layer, blind.ahead) == (0, 1)
     assert found.recall > 0.9 > blind.recall
 
@@ -119,8 +120,8 @@ def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
         )
         for layer, own in samples.items()
     }
-    assert learn_maps(few, model.expert_layers, ()) == []
-    assert learn_maps({layer: RoutingSample() for layer in samples}, model.expert_layers, ()) == []
+    assert learn_maps(model, few, model.expert_layers, ()) == []
+    assert learn_maps(model, {layer: RoutingSample() for layer in samples}, model.expert_layers, ()) == []
 
 
 def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
@@ -142,20 +143,55 @@ def test_the_report_has_means_by_distance(model: ModelSpec) -> None:
     assert row["recall"] == pytest.approx(0.7) and row["own_recall"] == pytest.approx((first.own_recall + 0.5) / 2)
 
 
-def test_only_softmax_routers_of_decoders_learn(model: ModelSpec, tmp_path: Path) -> None:
-    layer = model.layers[1]
-    router = replace(layer.experts.router, scoring="sigmoid")
-    other = replace(layer, experts=replace(layer.experts, router=router))
-    assert can_learn(model)
-    assert not can_learn(replace(model, layers=(model.layers[0], other, model.layers[2])))
+def routed_by(model: ModelSpec, **router: Any) -> ModelSpec:
+    """Return the model with other routers."""
+    layers = []
+    for layer in model.layers:
+        experts = replace(layer.experts, router=replace(layer.experts.router, **router))
+        layers.append(replace(layer, experts=experts))
+    return replace(model, layers=tuple(layers))
+
+
+CORRECTION = tuple(3.0 if expert == 5 else 0.0 for expert in range(8))
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"scoring": "sigmoid"},
+        {"scoring": "sigmoid", "correction": CORRECTION},
+        {"scoring": "softmax", "correction": CORRECTION},
+        {"scoring": "sigmoid", "groups": 4, "kept_groups": 1, "group_score": "top2"},
+        {"scoring": "softmax", "groups": 4, "kept_groups": 1, "group_score": "max"},
+        {"scoring": "sparsemixer", "renormalize": False, "margin": 0.1},
+    ],
+    ids=str,
+)
+def test_choices_follow_the_rule_of_the_router(model: ModelSpec, router: dict[str, Any]) -> None:
+    """The runtime's rule says what tokens choose."""
+    routed = routed_by(model, **router)
+    samples = samples_of(model, noise=0.1, foresight=0.0)
+    for layer in range(1, 3):
+        rule = RoutingRule(routed.layers[layer].experts)
+        for logits, chosen in zip(samples[layer].logits, samples[layer].chosen, strict=True):
+            chosen.copy_(torch.from_numpy(rule.route(logits.numpy())[0]))
+    found = learn_maps(routed, samples, model.expert_layers, ())
+    assert [(each.layer, each.ahead) for each in found] == [(0, 1), (0, 2), (1, 1)]
+    assert all(each.recall > 0.9 for each in found)
+
+
+def test_decoders_of_several_routed_layers_learn(model: ModelSpec, tmp_path: Path) -> None:
+    assert can_learn(model) and can_learn(routed_by(model, scoring="sigmoid", correction=CORRECTION))
+    static = StaticRouting(tuple(range(TOP_K)) * model.vocab_size)
+    assert not can_learn(routed_by(model, static=static))
     one = save_tiny_mixtral(tmp_path / "one", TinyMixtral(layers=1, experts=3, top_k=1))
     assert not can_learn(lowered(one).model)
 
 
 def test_groups_of_layers_teach_the_same(model: ModelSpec) -> None:
     samples = samples_of(model, noise=0.1, foresight=0.0)
-    together = encode_maps(learn_maps(samples, model.expert_layers, ()))
-    apart = [each for layer in model.expert_layers for each in learn_maps(samples, [layer], ())]
+    together = encode_maps(learn_maps(model, samples, model.expert_layers, ()))
+    apart = [each for layer in model.expert_layers for each in learn_maps(model, samples, [layer], ())]
     assert encode_maps(apart) == together
 
 
@@ -170,7 +206,7 @@ def test_groups_fit_into_memory(model: ModelSpec) -> None:
 def test_inputs_beyond_float16_teach_nothing(model: ModelSpec) -> None:
     samples = samples_of(model, noise=0.1, foresight=0.0)
     samples[0].inputs[0][0, 0] = torch.inf
-    assert {each.layer for each in learn_maps(samples, model.expert_layers, ())} == {1}
+    assert {each.layer for each in learn_maps(model, samples, model.expert_layers, ())} == {1}
 
 
 @pytest.fixture(scope="module")

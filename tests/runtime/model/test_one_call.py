@@ -280,10 +280,21 @@ def test_paths_predict_as_in_python(bundle: Path, share: float, transitions: flo
     assert share == 0 or len({scores[1][0] for scores in ahead}) > 9, "the last layer's come from both layers before"
 
 
-def test_learned_routers_predict_as_in_python(bundle: Path, tmp_path: Path) -> None:
+def by_sigmoid(model: ModelSpec) -> ModelSpec:
+    routers = [replace(layer.experts.router, scoring="sigmoid") for layer in model.layers]
+    layers = zip(model.layers, routers, strict=True)
+    return replace(
+        model, layers=tuple(replace(at, experts=replace(at.experts, router=router)) for at, router in layers)
+    )
+
+
+@pytest.mark.parametrize("change", [lambda model: model, by_sigmoid], ids=["softmax", "sigmoid"])
+def test_learned_routers_predict_as_in_python(
+    bundle: Path, tmp_path: Path, change: Callable[[ModelSpec], ModelSpec]
+) -> None:
     learned = with_maps(bundle, tmp_path / "learned")
-    one, _ = both(learned)
-    with opened(learned, learned_routers=False) as engine:
+    one, _ = both(learned, change)
+    with opened(learned, change, learned_routers=False) as engine:
         plain = Run(engine, in_one_call, reads_ahead=False)
     assert equal(one, plain) and one.passes != plain.passes and one.advice != plain.advice
 
@@ -291,14 +302,6 @@ def test_learned_routers_predict_as_in_python(bundle: Path, tmp_path: Path) -> N
 def never_left_out(chosen: list[Any]) -> bool:
     """Return whether no pass chose an expert that is left out."""
     return not any(e in LEFT_OUT[at] for layers in chosen for at, rows in enumerate(layers) for e in np.ravel(rows))
-
-
-def by_sigmoid(model: ModelSpec) -> ModelSpec:
-    routers = [replace(layer.experts.router, scoring="sigmoid") for layer in model.layers]
-    layers = zip(model.layers, routers, strict=True)
-    return replace(
-        model, layers=tuple(replace(at, experts=replace(at.experts, router=router)) for at, router in layers)
-    )
 
 
 @pytest.mark.parametrize("change", [lambda model: model, by_sigmoid], ids=["softmax", "sigmoid"])
