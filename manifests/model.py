@@ -133,12 +133,14 @@ class LayerSpec:
     """One layer: norm, attention, residual; norm, routed experts and shared expert, residual.
 
     cross: attention over the encoder's states of the prompt, after attention, with its own norm and residual.
+    norms_after: the outputs of attention and of experts pass an RMS norm of their own before the residual.
     """
 
     attention: AttentionSpec
     experts: ExpertsSpec
     shared: SharedSpec | None = None
     cross: AttentionSpec | None = field(default=None, metadata=OPTIONAL)
+    norms_after: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(self.experts.count > 0 or self.shared is not None, "a layer must have routed experts or a shared one")
@@ -220,6 +222,7 @@ class ModelSpec:
                 f"layer {index}: cross is for decoders after an encoder",
             )
             require(not (decodes and layer.experts.router.capacity), f"layer {index}: capacity is for encoders")
+            require(not (layer.norms_after and first), f"layer {index}: a model with an encoder has no norms after")
             static = layer.experts.router.static
             require(decodes or static is None, f"layer {index}: static routing is for decoders")
             fits = static is None or len(static.experts) == self.vocab_size * layer.experts.top_k
@@ -241,7 +244,7 @@ class ModelSpec:
     @property
     def format_version(self) -> int:
         """The lowest version of the bundle format that has all parts of the model."""
-        return 3 if any(layer.attention.output_gate != "none" for layer in self.layers) else 1
+        return 3 if any(layer.norms_after or layer.attention.output_gate != "none" for layer in self.layers) else 1
 
     @property
     def original_positions(self) -> int:
@@ -349,6 +352,8 @@ class ModelSpec:
                 parts["relative_bias"] = (bias.buckets * layer.attention.num_heads,)
             if layer.cross is not None:
                 parts.update({f"cross_{name}": shape for name, shape in attention_shapes(layer.cross, hidden).items()})
+            if layer.norms_after:
+                parts["attention_after_norm"] = (hidden,)
             parts.update(_feed_forward_shapes(layer, hidden))
             shapes.update({f"layers.{index}.{name}": shape for name, shape in parts.items()})
         if self.encoder is not None:
@@ -386,6 +391,8 @@ def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
         shapes["shared_down"] = (hidden, layer.shared.width)
         if layer.shared.has_gate:
             shapes["shared_router"] = (1, hidden)
+    if layer.norms_after:
+        shapes["experts_after_norm"] = (hidden,)
     return shapes
 
 

@@ -411,6 +411,25 @@ TINY_FAMILIES = {
          "layer_types": ["sliding_attention"] * 3},
         dtype="float16", seed=78,
     ),
+    "afmoe": TinyFamily(
+        "Afmoe",
+        {"num_experts": 8, "head_dim": 32, "sliding_window": 5, "num_hidden_layers": 4, "num_shared_experts": 2,
+         "route_scale": 2.5, "mup_enabled": True, "global_attn_every_n_layers": 2},
+        seed=79,
+    ),
+    "afmoe-listed": TinyFamily(
+        "Afmoe",
+        {"num_experts": 6, "head_dim": 16, "sliding_window": 9, "num_shared_experts": 1, "num_dense_layers": 0,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True,
+         "num_experts_per_tok": 4},
+        shard_size="100KB", seed=80,
+    ),
+    "afmoe-tied-half": TinyFamily(
+        "Afmoe",
+        {"num_experts": 4, "head_dim": 16, "sliding_window": 7, "num_shared_experts": 1, "num_experts_per_tok": 1,
+         "tie_word_embeddings": True, "num_dense_layers": 2},
+        dtype="float16", seed=81,
+    ),
     "granite-swa-yarn-half": TinyFamily(
         "GraniteMoeSWA",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
@@ -427,7 +446,7 @@ CHOSEN = {
     "glm4_moe_lite": "glm4-lite-groups-yarn", "solar_open": "solar-bias-groups", "sarvam_moe": "sarvam-moe-bias",
     "sarvam_mla": "sarvam-mla-yarn", "dots1": "dots1-windows", "minimax_m2": "minimax-m2", "hy_v3": "hy3-bias",
     "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
-    "granitemoe_swa": "granite-swa", "laguna": "laguna",
+    "granitemoe_swa": "granite-swa", "laguna": "laguna", "afmoe": "afmoe",
 }  # fmt: skip
 
 
@@ -449,7 +468,7 @@ def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
             elif name.endswith("gate.weight") and not parameter.any():
                 # Releases of transformers before 5.23 leave the routers of Ernie at zero: all experts would tie.
                 parameter.data.normal_(std=INITIALIZER_RANGE)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", ".expert_bias")):
                 corrections[name] = parameter.data.clone()
     transformers_logging.disable_progress_bar()
     model.to(getattr(torch, tiny.dtype))

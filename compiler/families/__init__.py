@@ -13,6 +13,7 @@ from moec.manifests.errors import CheckpointError
 
 from ..checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from . import (
+    afmoe,
     deepseek,
     deepseek_moe,
     dots1,
@@ -37,6 +38,7 @@ from .lowering import Lowering, TensorSource
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
 _DECODERS = {
+    "afmoe": (afmoe.NAMES, afmoe.parts),
     "deepseek": (deepseek_moe.NAMES, deepseek_moe.parts),
     "deepseek_v2": (deepseek.NAMES, deepseek.v2_parts),
     "deepseek_v3": (deepseek.NAMES, deepseek.v3_parts),

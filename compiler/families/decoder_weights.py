@@ -64,6 +64,7 @@ class DecoderNames:
     shared_stack: gate and up of the shared expert in one matrix, and down. Empty: each has its own in `shared`.
     shared_router: the gate of the shared expert.
     corrections: names of the term that is added to scores to choose experts.
+    own: names of other weights that differ from Llama's, by canonical name.
     query_key_value: one matrix of queries, keys and values on disk, empty if each has its own.
     renamed: further names on disk, by canonical name. Those outside the layers are whole.
     is_transposed: stacks are [inputs, outputs], and columns of gate and up alternate.
@@ -79,6 +80,7 @@ class DecoderNames:
     shared_stack: tuple[str, ...] = ()
     shared_router: str = "mlp.shared_expert_gate.weight"
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    own: Mapping[str, str] = field(default_factory=dict)
     query_key_value: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
@@ -155,7 +157,8 @@ def _place(checkpoint: Checkpoint, prefix: str, name: str, other: str | None) ->
 def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
     """Return where the dense weights of a layer lie. The result covers layers of every kind."""
     renamed = names.renamed
-    places = {name: _place(checkpoint, prefix, on_disk, renamed.get(name)) for name, on_disk in _LAYER_NAMES.items()}
+    usual = {**_LAYER_NAMES, **names.own}
+    places = {name: _place(checkpoint, prefix, on_disk, renamed.get(name)) for name, on_disk in usual.items()}
     if prefix + names.query_key_value in checkpoint.tensors:
         places |= _fused_places(layer, prefix, names.query_key_value)
     latent = layer.attention.latent

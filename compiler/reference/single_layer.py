@@ -29,6 +29,7 @@ from .routers import FirstOfEqual
 _ROUTED = {
     "mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "moe_layer_interval": 1,
     "moe_layer_start_index": 0, "moe_layer_end_index": 0, "encoder_sparse_step": 1, "mlp_layer_types": ["sparse"],
+    "num_dense_layers": 0,
 }  # fmt: skip
 _PLAIN = {
     **_ROUTED,
@@ -37,6 +38,7 @@ _PLAIN = {
     "moe_layer_start_index": 1,
     "encoder_sparse_step": 0,
     "mlp_layer_types": ["dense"],
+    "num_dense_layers": 1,
 }
 _OF_EACH_LAYER = ("layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 """Keys whose values are lists with an entry for each layer."""  # fmt: skip
@@ -110,7 +112,7 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
             single = _build_stack_layer(lowering, layer, config, changes)
         else:
             own = {name: (getattr(config, name, None) or [None])[layer:][:1] for name in _OF_EACH_LAYER}
-            for name, value in {**changes, **own, "embedding_multiplier": 1.0}.items():
+            for name, value in {**changes, **own, "embedding_multiplier": 1.0, "mup_enabled": False}.items():
                 if getattr(config, name, None) is not None:
                     setattr(config, name, value)
             model = build_model(config, lowering.checkpoint)

@@ -62,7 +62,7 @@ class LoadedLayer:
         if spec.experts.router.correction:
             model = self.single.model
             for name, values in (*model.named_buffers(), *model.named_parameters()):
-                if name.endswith("e_score_correction_bias"):
+                if name.endswith(("e_score_correction_bias", ".expert_bias")):
                     values.data.copy_(torch.tensor(spec.experts.router.correction).view(values.shape))
 
     @property

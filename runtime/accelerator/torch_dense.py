@@ -33,14 +33,16 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NormedAttention:
-    """Norm, attention and sum of one layer, for an attention that has neither norm nor sum."""
+    """Norms, attention and sum of one layer, for an attention that has neither norms nor sum."""
 
     norm: Norm
     attention: Attention
     residual_scale: float
+    after: Norm | None
 
     def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> None:
         out = self.attention(self.norm(hidden), places, keys, values)
+        out = out if self.after is None else self.after(out)
         out *= np.float32(self.residual_scale)
         hidden += out
 
@@ -106,7 +108,12 @@ def dense_on(
 
     norms = stream_norms(model, dense)
     blocks = [
-        NormedAttention(norms[f"layers.{at}.attention_norm"], attention(at), model.residual_scale)
+        NormedAttention(
+            norms[f"layers.{at}.attention_norm"],
+            attention(at),
+            model.residual_scale,
+            norms.get(f"layers.{at}.attention_after_norm"),
+        )
         for at in range(model.num_layers)
     ]
     head = TorchHead(dense[model.head_name], device)

@@ -401,7 +401,7 @@ def _bound(layer: StreamLayer) -> Any:
     if extension is None:
         return None
     fields = {name: _extension_form(value) for name, value in vars(layer).items()}
-    fields["norm"] = (fields["norm"], fields.pop("norm_bias"))
+    fields["norm"] = (fields["norm"], fields.pop("norm_bias"), fields.pop("after_norm"))
     return getattr(extension, type(layer).__name__)(**fields)
 
 

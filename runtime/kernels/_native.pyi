@@ -60,7 +60,7 @@ class AttentionLayer:
 
     def __init__(
         self,
-        norm: tuple[Floats, Floats | None],
+        norm: tuple[Floats, Floats | None, Floats | None],
         norm_eps: float,
         matrices: tuple[PackedMatrix, ...],
         biases: tuple[Floats | None, ...],
@@ -93,7 +93,7 @@ class LatentLayer:
 
     def __init__(
         self,
-        norm: tuple[Floats, Floats | None],
+        norm: tuple[Floats, Floats | None, Floats | None],
         norm_eps: float,
         query_down: PackedMatrix | None,
         query: PackedMatrix,
@@ -327,7 +327,8 @@ class ExpertLayers:
     The specification is `Model._experts_layer` in runtime/model/forward.py.
 
     layers: one dictionary per layer, with these keys:
-    - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None.
+    - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None; `after_norm`: float32 [D] of
+      an RMS norm of the sum, or None.
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
     - `rule`: None for a plain softmax, else six values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`), the
       correction or None, the number of groups, how many are kept, whether the best two rate a group, and the margin.

@@ -53,12 +53,14 @@ class StreamLayer:
     norm: weight of the norm before attention, float32 [D].
     norm_eps: its epsilon.
     norm_bias: float32 [D]: the norm is a layer norm. None: it is an RMS norm.
+    after_norm: weight of an RMS norm of the result, float32 [D], or None.
     residual_scale: factor of the result.
     """
 
     norm: Floats
     norm_eps: float
     norm_bias: Floats | None = None
+    after_norm: Floats | None = None
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class StreamLayer:
         """
         normed = norm_stream(steps, hidden, self.norm, self.norm_bias, self.norm_eps)
         added = self._attend(steps, normed, k_cache, v_cache, places)
+        if self.after_norm is not None:
+            steps.rms_norm(added, self.after_norm, self.norm_eps, added)
         added *= np.float32(self.residual_scale)
         hidden += added
 

@@ -156,6 +156,7 @@ class HeadAttention:
         self._layer = kernels.AttentionLayer(
             norm=norm.weight,
             norm_bias=norm.bias,
+            after_norm=weights.get("attention_after_norm"),
             norm_eps=norm.eps,
             matrices=(weights["query"], weights["key"], weights["value"], weights["output"]),
             biases=tuple(weights.get(f"{name}_bias") for name in ("query", "key", "value", "output")),
@@ -193,6 +194,7 @@ class LatentAttention:
         self._layer = kernels.LatentLayer(
             norm=norm.weight,
             norm_bias=norm.bias,
+            after_norm=weights.get("attention_after_norm"),
             norm_eps=norm.eps,
             query_down=weights.get("query_down"),
             query=weights["query"],

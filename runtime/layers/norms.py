@@ -37,9 +37,7 @@ def stream_norms(model: ModelSpec, dense: Mapping[str, Any]) -> dict[str, Norm]:
 
     dense: all dense weights by name.
     """
-    kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm")
+    kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm", "_after_norm")
     return {
-        name: Norm(dense[name], dense[f"{name}_bias"] if model.norm == "layer" else None, model.norm_eps)
-        for name in dense
-        if name.endswith(kinds)
+        name: Norm(dense[name], dense.get(f"{name}_bias"), model.norm_eps) for name in dense if name.endswith(kinds)
     }

@@ -100,8 +100,16 @@ class Model:
         The caller has checked that `why_not_one_call` names no reason. A cache in Python keeps the steps.
         """
         if isinstance(self.cache, NativeCache):
-            norms, routers, shared = self.router_norms(), self._routers, self.shared_experts
-            self.pass_experts = PassExperts(self.spec, norms, routers, self.experts, shared, self.cache, self.advisor)
+            self.pass_experts = PassExperts(
+                self.spec,
+                self.router_norms(),
+                [self._norms.get(f"layers.{index}.experts_after_norm") for index in range(self.spec.num_layers)],
+                self._routers,
+                self.experts,
+                self.shared_experts,
+                self.cache,
+                self.advisor,
+            )
 
     def needs_no_read(self, index: int) -> bool:
         """Return whether a stored expert is in memory, on its way, or on an accelerator."""
@@ -359,6 +367,8 @@ class Model:
             self.times.experts_ns += time.perf_counter_ns() - started_ns
         out = np.empty_like(state.hidden)
         kernels.combine(parts, weights, out)
+        after = self._norms.get(f"layers.{index}.experts_after_norm")
+        out = out if after is None else after(out)
         self._add(state.hidden, out)
 
     def _outputs(self, shape: tuple[int, int, int]) -> np.ndarray:

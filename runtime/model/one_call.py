@@ -77,6 +77,7 @@ class PassExperts:
         self,
         spec: ModelSpec,
         norms: Sequence[Norm],
+        norms_after: Sequence[Norm | None],
         routers: Sequence[Router | None],
         experts: Sequence[Any],
         shared: Mapping[int, SharedExpert],
@@ -85,13 +86,15 @@ class PassExperts:
     ) -> None:
         """Bind the layers.
 
-        norms, routers: norm before the experts and router of each layer; None for a layer without routed experts.
+        norms, norms_after: norms before and after the experts of each layer; None for none.
+        routers: router of each layer; None for a layer without routed experts.
         experts: kernels.Expert, counted over all layers.
         shared: shared experts by layer.
         """
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
         self._bound = _bound_to(cache, advisor)
-        self._spec, self._norms, self._routers, self._experts, self._shared = spec, norms, routers, experts, shared
+        self._spec, self._norms, self._norms_after, self._routers = spec, norms, norms_after, routers
+        self._experts, self._shared = experts, shared
         fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
         self.native = cache.bind_layers(fields, spec.hidden_size, norms[0].eps, PASS_RULES, paths)
@@ -195,10 +198,11 @@ class PassExperts:
         """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
         spec, first = self._spec.layers[at].experts, self._advisor.first_expert[at]
         router, shared, norm = self._routers[at], self._shared.get(at), self._norms[at]
-        experts = self._experts[first : first + spec.count]
+        experts, after = self._experts[first : first + spec.count], self._norms_after[at]
         return {
             "norm": norm.weight,
             "norm_bias": norm.bias,
+            "after_norm": None if after is None else after.weight,
             "norm_eps": norm.eps,
             "router": None if router is None or router.matrix is None else router.matrix.native,
             "router_bias": None if router is None else router.bias,

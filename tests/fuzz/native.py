@@ -231,7 +231,8 @@ def attend(draw: Draw) -> Call:
     slots, positions, arrays = caches(draw, kv_heads, head)
     biases = tuple(draw.floats(count) if draw.source.random() < 0.3 else None for count in (*rows, hidden))
     rotation = tuple(draw.floats(positions, head // 2) for _ in range(2)) if draw.source.random() < 0.5 else None
-    norm = (draw.floats(hidden), draw.floats(hidden) if draw.source.random() < 0.3 else None)
+    maybe = [draw.floats(hidden) if draw.source.random() < 0.3 else None for _ in range(2)]
+    norm = (draw.floats(hidden), *maybe)
     own = NATIVE.AttentionLayer(
         norm, 1e-5, matrices, biases, (None, None), 0.0, rotation, draw.source.random() < 0.5, kv_heads, head, 0.2,
         draw.source.choice((0, 3)), draw.floats(heads) if draw.source.random() < 0.3 else None, None,

@@ -84,6 +84,10 @@ _GATES = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_theta": None,
     "num_attention_heads_per_layer": [2, 4, 2], "moe_routed_scaling_factor": 2.5,
 }  # fmt: skip
+_AFTER = {
+    "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "num_hidden_layers": 3, "num_key_value_heads": 1,
+    "sliding_window": 5, "global_attn_every_n_layers": 2, "mup_enabled": True, "route_scale": 1.5,
+}  # fmt: skip
 _FITTED_FORMATS = ("q4g32", "q3g32", "q2g32", "q4s")
 FITTED_WEIGHTS = {"hobbit": {"lru": 0.25, "lfu": 0.5, "lhu": 0.125, "fld": 0.125}}
 _WIDE_FORMATS = ("q5g64b", "q6g32", "q5s", "q6s", "q5g32", "q6g64")
@@ -175,6 +179,11 @@ def gates(root: Path, seed: int) -> Path:
     return _emit(root, folder, change)
 
 
+def after(root: Path, seed: int) -> Path:
+    """AFMoE: norms before and after, gates of features, a layer without positions, a plain layer."""
+    return _emit(root, save_tiny_family(root / "model", TinyFamily("Afmoe", {**_SMALL, **_AFTER}, seed=seed)))
+
+
 def _with_static_layer(lowering: Lowering) -> Lowering:
     """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
@@ -231,6 +240,7 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "wide": (wide, [EXACT]),
     "fitted": (fitted, [EXACT]),
     "gates": (gates, [EXACT]),
+    "after": (after, [EXACT]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 

@@ -61,6 +61,7 @@ MISREAD: list[tuple[str, str, Any]] = [
     ("encoder", "model.layers[0].attention.relative_bias.max_distance", 64),
     ("gates", "model.layers[0].attention.output_gate", "sigmoid"),
     ("gates", "model.layers[1].attention.rope.theta", 2e4),
+    ("after", "model.embedding_scale", 1.0),
     ("versions", "model.embedding_scale", 1.0),
     ("versions", "model.residual_scale", 1.0),
     ("versions", "model.logits_scale", 1.0),

@@ -124,7 +124,8 @@ def _draw_stack(
             own = _draw_attention(source, kind, encodes)
             own = own if own.latent is not None else replace(own, relative_bias=attention.relative_bias)
             experts = _draw_experts_spec(source, kind, vocabulary, encodes)
-        layers.append(_draw_layer(source, own, experts))
+        layer = _draw_layer(source, own, experts)
+        layers.append(replace(layer, norms_after=kind not in ("encoder", "norms") and chance(source, 0.15)))
     return layers
 
 

@@ -55,6 +55,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "gate": matrix_of(random_matrix(QUERIES, HIDDEN, QuantSpec.parse("bf16"), 9)),
         "gate_function": "softplus",
     },
+    "norm after": {"after_norm": 1 + vector(HIDDEN, 10) / 4},
     "scaled": {"residual_scale": 0.3},
 }
 PARTS["together"] = {name: part for each in PARTS.values() for name, part in each.items()}

@@ -169,6 +169,7 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"rule": ("sigmoid", norm, 1, 1, False, 0.0)}, "correction"),
         ({"shared_router": fields["router"]}, "shared_router: expected one row and a shared expert, found 12 rows"),
         ({"norm_bias": norms}, "norm_bias"),
+        ({"after_norm": norms}, "after_norm"),
         ({"ahead": [right._replace(bias=norm)]}, "router_bias"),
         ({"ahead": [right._replace(norm_bias=norms)]}, "norm_bias"),
         ({"ahead": [right._replace(scoring=("none", None, 1, 1, False, 0.0))]}, "rule: expected softmax"),

@@ -81,7 +81,7 @@ void norm_stream(const StreamEnds& ends, const float* hidden, int64_t tokens, in
     }
 }
 
-// hidden += residual_scale * (x W^T + bias). rows: [T, D], scratch.
+// hidden += residual_scale * norm(x W^T + bias). rows: [T, D], scratch.
 bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens,
                 float* rows, float* hidden) {
     const MatrixView* const matrices[] = {&output};
@@ -90,6 +90,9 @@ bool add_output(const StreamEnds& ends, const MatrixView& output, const float* b
         return false;
     }
     add_bias(rows, bias, tokens, output.rows);
+    if (ends.after_norm != nullptr) {
+        rms_norm(rows, ends.after_norm, ends.norm_eps, tokens, output.rows, rows);
+    }
     add_rows(rows, ends.residual_scale, tokens * output.rows, hidden);
     return true;
 }

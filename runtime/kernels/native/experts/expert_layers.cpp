@@ -324,6 +324,9 @@ void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
     }
     sum_.resize(static_cast<size_t>(rows_.tokens * size_));
     combine(parts_.data(), weights_.data(), rows_.tokens, ranks_of(layer), size_, sum_.data());
+    if (layer.after_norm != nullptr) {
+        rms_norm(sum_.data(), layer.after_norm, layer.norm_eps, rows_.tokens, size_, sum_.data());
+    }
     for (size_t i = 0; i < sum_.size(); ++i) {
         rows_.hidden[i] += sum_[i] * layer.residual_scale;
     }

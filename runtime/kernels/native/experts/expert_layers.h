@@ -98,6 +98,7 @@ struct PassRows {
 struct ExpertLayerView {
     const float* norm;       // [D]
     const float* norm_bias;  // [D], of a layer norm; null: an RMS norm
+    const float* after_norm;  // [D], of an RMS norm of the sum; may be null
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
     const float* router_bias;  // [E]; may be null

@@ -221,12 +221,13 @@ class Vectors {
         return take(object, name, shape);
     }
 
-    // norm: the weight, and the bias or None.
+    // norm: the weight, the bias or None, and the weight of the norm afterwards or None.
     StreamEnds ends(const nb::tuple& norm, float eps, float residual_scale, int64_t size) {
-        if (norm.size() != 2) {
-            refuse("norm: expected a weight and a bias");
+        if (norm.size() != 3) {
+            refuse("norm: expected a weight, a bias and the weight of a norm afterwards");
         }
-        return {take_present(norm[0], "norm", {size}), take(norm[1], "norm_bias", {size}), eps, residual_scale};
+        return {take_present(norm[0], "norm", {size}), take(norm[1], "norm_bias", {size}), take(norm[2], "after_norm", {size}),
+                eps, residual_scale};
     }
 
     // tables: cosines and sines, or None.
@@ -277,8 +278,8 @@ class AttentionLayer {
                    float head_norm_eps, nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size,
                    float scale, int64_t window, nb::object sinks, nb::object distance_bias, nb::object gate,
                    const std::string& gate_function, float residual_scale) {
-        if (norm.size() != 2 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
-            refuse("attention: expected a norm and its bias, four matrices, four biases, two norms of heads");
+        if (norm.size() != 3 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
+            refuse("attention: expected three vectors of norms, four matrices, four biases, two norms of heads");
         }
         MatrixView* const views[] = {&view_.query, &view_.key, &view_.value, &view_.output};
         for (size_t i = 0; i < 4; ++i) {

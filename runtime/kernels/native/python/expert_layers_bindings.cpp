@@ -219,6 +219,7 @@ class BoundLayers {
         ExpertLayerView view{};
         view.norm = vector(field(fields, "norm"), size);
         view.norm_bias = bias(field(fields, "norm_bias"), size, "norm_bias");
+        view.after_norm = bias(field(fields, "after_norm"), size, "after_norm");
         view.norm_eps = value<float>(fields, "norm_eps");
         view.layer = cache_.checked_layer(value<int64_t>(fields, "layer"));
         view.first_expert = value<int64_t>(fields, "first_expert");
