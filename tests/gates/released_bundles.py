@@ -295,6 +295,15 @@ def _is_steady(bundle: Path, options: dict[str, Any], prompt: Sequence[int], exp
         return all(differ(logits_of(bundle, options, prompt, TOKENS), expected) <= TOLERANCE for _ in range(TRIALS))
 
 
+def _is_native(bundle: Path, options: dict[str, Any], prompt: Sequence[int], expected: np.ndarray) -> bool:
+    """Return whether the extension gives the logits of numpy."""
+    kernels.select(next(name for name in kernels.available() if name != kernels.NUMPY))
+    try:
+        return differ(logits_of(bundle, options, prompt, TOKENS), expected) <= TOLERANCE
+    finally:
+        kernels.select(kernels.NUMPY)
+
+
 def write(name: str, folder: Path) -> None:
     """Write the bundle of the first suitable seed, and its results."""
     make, runs = MODELS[name]
@@ -304,7 +313,10 @@ def write(name: str, folder: Path) -> None:
             with load(bundle, **EXACT) as engine:
                 prompt = engine.encode(TEXT)
             said = [(options, logits_of(bundle, options, prompt, TOKENS)) for options in runs]
-            is_steady = all(_is_steady(bundle, options, prompt, logits) for options, logits in said)
+            is_steady = all(
+                _is_native(bundle, options, prompt, logits) and _is_steady(bundle, options, prompt, logits)
+                for options, logits in said
+            )
             if is_steady and _uses_all(bundle, prompt) and _are_apart([logits for _, logits in said]):
                 target = folder / f"format-{open_bundle(bundle).manifest.format_version}-{name}.moec"
                 pack_bundle(bundle, target)
