@@ -272,6 +272,8 @@ def _ranked(router: RouterSpec, logits: Tensor) -> Tensor:
     """Return what decides the choice, float32 [T, E]: logits, or scores with a correction within the best groups."""
     if router.is_by_logits or router.scoring == "sparsemixer":
         return logits.clone()
+    if router.corrects_logits:
+        return logits + torch.tensor(router.correction)
     scores = logits.sigmoid() if router.scoring == "sigmoid" else logits.softmax(1)
     if router.correction:
         scores = scores + torch.tensor(router.correction)

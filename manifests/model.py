@@ -244,7 +244,9 @@ class ModelSpec:
     @property
     def format_version(self) -> int:
         """The lowest version of the bundle format that has all parts of the model."""
-        return 3 if any(layer.norms_after or layer.attention.output_gate != "none" for layer in self.layers) else 1
+        layers = self.layers
+        is_new = any(layer.norms_after or layer.attention.output_gate != "none" for layer in layers)
+        return 3 if is_new or any(layer.experts.router.corrects_logits for layer in layers) else 1
 
     @property
     def original_positions(self) -> int:
@@ -423,6 +425,7 @@ class RouterSpec:
     renormalize: whether the weights of the chosen experts are divided by their sum.
     scale: factor of the weights.
     correction: numbers added to the scores for the choice, not for the weights; empty for none.
+    corrects_logits: the choice is by logits with the correction, not by scores with it.
     groups: number of groups of consecutive experts. The top-k experts come from the best kept_groups groups.
     group_score: a group is rated by its best expert (`max`) or its best two (`top2`).
     has_bias: whether a bias is added to the logits.
@@ -448,6 +451,7 @@ class RouterSpec:
     capacity: int = field(default=0, metadata=OPTIONAL)
     margin: float = field(default=0.0, metadata=OPTIONAL)
     static: StaticRouting | None = field(default=None, metadata=OPTIONAL)
+    corrects_logits: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
@@ -463,6 +467,11 @@ class RouterSpec:
         if self.static is not None:
             chooses = self.correction or self.groups != 1 or self.capacity
             require(not chooses, "static routing has no correction, groups, capacity")
+        if self.corrects_logits:
+            is_alone = self.scoring == "sigmoid" and self.groups == 1
+            require(
+                bool(self.correction) and is_alone, "corrects_logits is for sigmoids with a correction, without groups"
+            )
         if self.scoring == "uniform":
             is_bare = self.static is not None and not self.renormalize and not self.has_bias
             require(is_bare, "uniform is for static routing, without renormalizing and bias")

@@ -430,6 +430,24 @@ TINY_FAMILIES = {
          "tie_word_embeddings": True, "num_dense_layers": 2},
         dtype="float16", seed=81,
     ),
+    "kolibri": TinyFamily(
+        "Kolibri1",
+        {"num_experts": 8, "head_dim": 32, "sliding_window": 5, "shared_expert_intermediate_size": 32,
+         "num_hidden_layers": 5, "norm_topk_prob": True},
+        seed=82,
+    ),
+    "kolibri-listed": TinyFamily(
+        "Kolibri1",
+        {"num_experts": 6, "head_dim": 16, "sliding_window": 9, "shared_expert_intermediate_size": 96,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_experts_per_tok": 4},
+        shard_size="100KB", seed=83,
+    ),
+    "kolibri-tied-half": TinyFamily(
+        "Kolibri1",
+        {"num_experts": 4, "head_dim": 16, "sliding_window": 7, "shared_expert_intermediate_size": 64,
+         "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        dtype="float16", seed=84,
+    ),
     "granite-swa-yarn-half": TinyFamily(
         "GraniteMoeSWA",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
@@ -446,7 +464,7 @@ CHOSEN = {
     "glm4_moe_lite": "glm4-lite-groups-yarn", "solar_open": "solar-bias-groups", "sarvam_moe": "sarvam-moe-bias",
     "sarvam_mla": "sarvam-mla-yarn", "dots1": "dots1-windows", "minimax_m2": "minimax-m2", "hy_v3": "hy3-bias",
     "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
-    "granitemoe_swa": "granite-swa", "laguna": "laguna", "afmoe": "afmoe",
+    "granitemoe_swa": "granite-swa", "kolibri1": "kolibri", "laguna": "laguna", "afmoe": "afmoe",
 }  # fmt: skip
 
 

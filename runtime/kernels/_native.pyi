@@ -330,8 +330,9 @@ class ExpertLayers:
     - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None; `after_norm`: float32 [D] of
       an RMS norm of the sum, or None.
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
-    - `rule`: None for a plain softmax, else six values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`), the
-      correction or None, the number of groups, how many are kept, whether the best two rate a group, and the margin.
+    - `rule`: None for a plain softmax, else seven values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`),
+      the correction or None, the number of groups, how many are kept, whether the best two rate a group, the margin,
+      and whether logits are corrected.
     - `shared`: Expert or None; `shared_router`: PackedMatrix [1, D] or None.
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
     - `experts`: one Expert per row of the router; None for one that is left out.

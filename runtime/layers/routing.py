@@ -77,7 +77,7 @@ class RoutingRule:
         """Compute `route` without the scale of the router, step by step."""
         router, scores = self._experts.router, expert_scores(logits, self._experts.router)
         if self.static is None:
-            chosen = self._best(self._ranked(scores), top_k)
+            chosen = self._best(self._ranked(logits if self.spec.corrects_logits else scores), top_k)
         elif tokens is None:
             raise ValueError("static routing needs the tokens")
         else:
@@ -115,6 +115,8 @@ class RoutingRule:
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
         """Return the sum of each expert's scores over all tokens, float32 [E]. Predictions rank experts by it."""
+        if self.spec.corrects_logits:
+            return np.asarray(sigmoid(self._ranked(logits)).sum(axis=0), np.float32)
         ranked = self._ranked(self.scores(logits))
         return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
 

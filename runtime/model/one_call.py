@@ -34,8 +34,9 @@ PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES
 """Constants of what is read ahead, for the extension."""
 
 
-Scoring = tuple[str, np.ndarray | None, int, int, bool, float]
-"""A router that is no plain softmax: scoring, correction, groups, groups kept, whether two experts rate one, margin."""
+Scoring = tuple[str, np.ndarray | None, int, int, bool, float, bool]
+"""A router that is no plain softmax: scoring, correction, groups, groups kept, whether two experts rate one, margin,
+whether logits are corrected."""
 
 
 class PredictedLayer(NamedTuple):
@@ -270,7 +271,8 @@ def _scoring_of(router: Router) -> Scoring | None:
     spec, rule = router.rule.spec, router.rule
     if rule.is_softmax:
         return None
-    return spec.scoring, rule.correction, spec.groups, spec.kept_groups, spec.group_score == "top2", spec.margin
+    is_by_two = spec.group_score == "top2"
+    return spec.scoring, rule.correction, spec.groups, spec.kept_groups, is_by_two, spec.margin, spec.corrects_logits
 
 
 def _why_not_layer(layer: LayerSpec) -> str | None:

@@ -180,8 +180,15 @@ def gates(root: Path, seed: int) -> Path:
 
 
 def after(root: Path, seed: int) -> Path:
-    """AFMoE: norms before and after, gates of features, a layer without positions, a plain layer."""
-    return _emit(root, save_tiny_family(root / "model", TinyFamily("Afmoe", {**_SMALL, **_AFTER}, seed=seed)))
+    """AFMoE: norms before and after, gates of features, a layer without positions, one with corrected logits."""
+    folder = save_tiny_family(root / "model", TinyFamily("Afmoe", {**_SMALL, **_AFTER}, seed=seed))
+
+    def change(lowering: Lowering) -> Lowering:
+        *before, last = lowering.model.layers
+        experts = replace(last.experts, router=replace(last.experts.router, corrects_logits=True))
+        return replace(lowering, model=replace(lowering.model, layers=(*before, replace(last, experts=experts))))
+
+    return _emit(root, folder, change)
 
 
 def _with_static_layer(lowering: Lowering) -> Lowering:

@@ -62,6 +62,7 @@ MISREAD: list[tuple[str, str, Any]] = [
     ("gates", "model.layers[0].attention.output_gate", "sigmoid"),
     ("gates", "model.layers[1].attention.rope.theta", 2e4),
     ("after", "model.embedding_scale", 1.0),
+    ("after", "model.layers[2].experts.router.corrects_logits", ...),
     ("versions", "model.embedding_scale", 1.0),
     ("versions", "model.residual_scale", 1.0),
     ("versions", "model.logits_scale", 1.0),

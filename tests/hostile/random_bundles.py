@@ -233,6 +233,8 @@ def _draw_router(source: random.Random, count: int, top_k: int, static_vocabular
     if chance(source, 0.3):
         groups = source.choice([number for number in (1, 2, 4, 8) if count % number == 0])
         fields.update(groups=groups, kept_groups=source.randint(1, groups), group_score=source.choice(("max", "top2")))
+    elif "correction" in fields and chance(source, 0.2):
+        return RouterSpec("sigmoid", corrects_logits=True, **fields)
     if encodes and chance(source, 0.5):
         fields["capacity"] = source.choice((1, 2, 64, 1 << 28))
     return RouterSpec(source.choice(("softmax", "sigmoid")), **fields)

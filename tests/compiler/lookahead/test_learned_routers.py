@@ -160,6 +160,7 @@ CORRECTION = tuple(3.0 if expert == 5 else 0.0 for expert in range(8))
     [
         {"scoring": "sigmoid"},
         {"scoring": "sigmoid", "correction": CORRECTION},
+        {"scoring": "sigmoid", "correction": CORRECTION, "corrects_logits": True},
         {"scoring": "softmax", "correction": CORRECTION},
         {"scoring": "sigmoid", "groups": 4, "kept_groups": 1, "group_score": "top2"},
         {"scoring": "softmax", "groups": 4, "kept_groups": 1, "group_score": "max"},

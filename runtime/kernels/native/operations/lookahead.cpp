@@ -20,6 +20,11 @@ static void predicted_scores(const NormedRouter& router, float* row, int64_t exp
     }
     std::vector<uint8_t> left_out(static_cast<size_t>(experts));
     std::transform(row, row + experts, left_out.begin(), [](float logit) { return std::isinf(logit) && logit < 0; });
+    if (router.rule->corrects_logits) {
+        rank_experts(*router.rule, row, experts, left_out.data());
+        sigmoid(row, experts);
+        return;
+    }
     expert_scores(*router.rule, row, experts);
     rank_experts(*router.rule, row, experts, left_out.data());
     std::transform(row, row + experts, row, [](float score) { return score < 0 ? 0.0f : score; });

@@ -60,6 +60,7 @@ struct RoutingRule {
     int64_t groups, kept_groups;
     bool by_best_two;         // a group is rated by its best two experts, else by its best one
     float margin;             // of kSparsemixer
+    bool corrects_logits;     // the correction is added to logits, not to scores
 };
 // In place: e^x / sum(e^x), 1 / (1 + e^-x), and ln(1 + e^x).
 void softmax(float* row, int64_t size);

@@ -171,7 +171,8 @@ void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t token
         }
         scores.assign(logits, logits + call.expert_count);
         expert_scores(rule, scores.data(), call.expert_count);
-        ranked = scores;
+        ranked.assign(rule.corrects_logits ? logits : scores.data(),
+                      (rule.corrects_logits ? logits : scores.data()) + call.expert_count);
         rank_experts(rule, ranked.data(), call.expert_count, left_out);
         const int64_t looked_at = left_out == nullptr ? call.top_k : call.expert_count;
         int32_t* const experts = call.experts + t * call.top_k;

@@ -29,8 +29,8 @@ constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool, int64_t>, nb::object,
                          nb::object, nb::object, nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 // A routing rule that is no plain softmax: scoring, correction or None, groups, groups that are kept, whether a group is rated by
-// its best two, margin.
-using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float>;
+// its best two, margin, whether logits are corrected.
+using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float, bool>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -183,7 +183,8 @@ class BoundLayers {
         if (object.is_none()) {
             return nullptr;
         }
-        const auto& [name, correction, groups, kept_groups, by_best_two, margin] = cast_or_refuse<Rule>(object, "rule");
+        const auto& [name, correction, groups, kept_groups, by_best_two, margin, corrects_logits] =
+            cast_or_refuse<Rule>(object, "rule");
         const bool is_sparsemixer = name == "sparsemixer", is_sigmoid = name == "sigmoid";
         if (!is_sparsemixer && !is_sigmoid && name != "softmax") {
             refuse("rule: expected softmax, sigmoid or sparsemixer, found " + name);
@@ -198,7 +199,8 @@ class BoundLayers {
         }
         const Scoring scoring = is_sigmoid ? Scoring::kSigmoid : is_sparsemixer ? Scoring::kSparsemixer : Scoring::kSoftmax;
         const float* const added = bias(correction, experts, "correction");
-        rules_.push_back(std::make_unique<RoutingRule>(RoutingRule{scoring, added, groups, kept_groups, by_best_two, margin}));
+        rules_.push_back(std::make_unique<RoutingRule>(
+            RoutingRule{scoring, added, groups, kept_groups, by_best_two, margin, corrects_logits}));
         return rules_.back().get();
     }
 
