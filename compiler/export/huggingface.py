@@ -23,7 +23,7 @@ from moec.manifests.progress import Progress
 
 from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint, is_companion
 from ..checkpoint.weight_files import TensorRef
-from ..families import FAMILIES, Lowering, TensorSource
+from ..families import DECODER_NAMES, FAMILIES, Lowering, TensorSource
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.work_folder import removed_on_failure
 
@@ -33,15 +33,12 @@ SHARD_BYTES = 512 << 20
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "model.safetensors.index.json"
 _STACKS = {
-    "gpt_oss": "model.layers.{layer}.mlp.experts.gate_up_proj",
-    "granitemoe": "model.layers.{layer}.block_sparse_moe.input_linear.weight",
+    "gpt_oss": "mlp.experts.gate_up_proj",
+    "granitemoe": "block_sparse_moe.input_linear.weight",
+    "granitemoe_swa": "block_sparse_moe.experts.gate_up_proj",
+    "granitemoeshared": "block_sparse_moe.input_linear.weight",
 }
-"""Families whose published checkpoints have one tensor for all experts of a layer, and its name."""
-_CORRECTIONS = {
-    "deepseek_v3": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-    "ernie4_5_moe": "model.layers.{layer}.mlp.moe_statics.e_score_correction_bias",
-    "glm4_moe": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-}
+"""Families whose published checkpoints have one tensor for all experts of a layer, and its name in the layer."""
 _ROW_OF_EXPERTS = frozenset({"ernie4_5_moe"})
 """Families that store the correction as a matrix of one row."""
 
@@ -242,7 +239,11 @@ def names_of(root: Path, model: ModelSpec, config: Mapping[str, Any], generation
     Raises OptionError if config.json is not that of the bundle's model.
     """
     values = corrections(model)
-    names = [*values, *(_STACKS[model.family].format(layer=at) for at in _routed(model) if model.family in _STACKS)]
+    names = list(values)
+    if model.family in _STACKS:
+        names += [f"model.layers.{layer}.{_STACKS[model.family]}" for layer in _routed(model)]
+    if model.family in DECODER_NAMES:
+        names += DECODER_NAMES[model.family].renamed_tensors(model.num_layers)
     tensors = {name: TensorRef("", "BF16", (), 0, 0) for name in names}
     own_config = {**config, "tie_word_embeddings": model.tie_embeddings}
     lowering = FAMILIES[model.family](_Named(root, root.name, own_config, generation, tensors, values=values))
@@ -258,7 +259,7 @@ def corrections(model: ModelSpec) -> dict[str, torch.Tensor]:
         values = model.layers[layer].experts.router.correction
         if values:
             tensor = torch.tensor(values, dtype=torch.float32)
-            name = _CORRECTIONS[model.family].format(layer=layer)
+            name = f"model.layers.{layer}.{DECODER_NAMES[model.family].corrections[0]}"
             tensors[name] = tensor[None] if model.family in _ROW_OF_EXPERTS else tensor
     return tensors
 

@@ -36,7 +36,7 @@ from . import (
 from .decoder import lower_family
 from .lowering import Lowering, TensorSource
 
-__all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
+__all__ = ["DECODER_NAMES", "FAMILIES", "Lowering", "TensorSource", "lower"]
 
 _DECODERS = {
     "afmoe": (afmoe.NAMES, afmoe.parts),
@@ -51,7 +51,7 @@ _DECODERS = {
     "glm4_moe_lite": (deepseek.NAMES, deepseek.lite_parts),
     "gpt_oss": (gpt_oss.NAMES, gpt_oss.parts),
     "granitemoe": (granite.NAMES, granite.parts),
-    "granitemoe_swa": (granite.NAMES, granite.swa_parts),
+    "granitemoe_swa": (granite.SWA_NAMES, granite.swa_parts),
     "granitemoeshared": (granite.NAMES, granite.shared_parts),
     "hy_v3": (hy_v3.NAMES, hy_v3.parts),
     "kolibri1": (kolibri1.NAMES, kolibri1.parts),
@@ -68,6 +68,8 @@ _DECODERS = {
     "sarvam_moe": (glm4_moe.SARVAM_NAMES, glm4_moe.sarvam_parts),
     "solar_open": (glm4_moe.NAMES, glm4_moe.solar_parts),
 }
+DECODER_NAMES = {family: names for family, (names, _) in _DECODERS.items()}
+"""Names of the weights on disk, by family. Switch is no decoder of the Llama shape."""
 FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
     **{family: partial(lower_family, family, names, parts) for family, (names, parts) in _DECODERS.items()},
     "switch_transformers": switch_transformers.lower,

@@ -85,6 +85,13 @@ class DecoderNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
 
+    def renamed_tensors(self, layers: int) -> list[str]:
+        """Return the names of the tensors on disk that stand in place of those of Llama."""
+        outer = [name for weight, name in self.renamed.items() if weight in _OUTER_NAMES]
+        of_layer = [name for weight, name in self.renamed.items() if weight not in _OUTER_NAMES]
+        of_layer += [self.query_key_value] if self.query_key_value else []
+        return outer + [f"model.layers.{layer}.{name}" for layer in range(layers) for name in of_layer]
+
 
 def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError if 16-bit types are mixed."""

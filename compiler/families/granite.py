@@ -15,15 +15,16 @@ from .decoder import DecoderParts, attention_of, count_layers, experts_of, read_
 from .decoder_weights import DecoderNames
 from .settings import Settings
 
+_ROUTER = "block_sparse_moe.router.weight"
+_STACKS = ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj")
+_SHARED_STACK = ("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight")
 NAMES = DecoderNames(
-    routers=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
-    loaded_router="block_sparse_moe.router.weight",
-    stacked=(
-        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-    ),
-    shared_stack=("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
+    routers=("block_sparse_moe.router.layer.weight", _ROUTER),
+    loaded_router=_ROUTER,
+    stacked=(("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"), _STACKS),
+    shared_stack=_SHARED_STACK,
 )
+SWA_NAMES = DecoderNames(routers=(_ROUTER,), loaded_router=_ROUTER, stacked=(_STACKS,), shared_stack=_SHARED_STACK)
 _WINDOW = 128  # used if config.json has no `sliding_window`
 
 
