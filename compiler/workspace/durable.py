@@ -38,7 +38,8 @@ class Disk(FileSystem):
     def append(self, path: Path, size_bytes: int) -> BinaryIO:
         """Open a file to write after its first bytes. The others are cut off. It is made if absent. Raises OSError."""
         file = path.open("ab")
-        file.truncate(size_bytes)
+        if file.tell() != size_bytes:
+            file.truncate(size_bytes)
         return file
 
     def create(self, path: Path) -> StreamingFile:
