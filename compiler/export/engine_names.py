@@ -50,13 +50,13 @@ _FAMILIES = {
 
 
 def require_family(engine: str, family: str) -> None:
-    """Raise OptionError if an engine has no model of this family with experts."""
+    """Raise OptionError if a plan cannot name the experts of this family in an engine."""
     if family in _FAMILIES[engine]:
         return
     others = [name for name in ENGINES if family in _FAMILIES[name]]
     remedy = f"take `--for {' or '.join(others)}`" if others else "export the weights: `moec export`"
     raise OptionError(
-        f"{engine} has no experts of the family `{family}`, expected one of {', '.join(sorted(_FAMILIES[engine]))}",
+        f"no plan for {engine} covers the family `{family}`, expected one of {', '.join(sorted(_FAMILIES[engine]))}",
         remedy,
     )
 
