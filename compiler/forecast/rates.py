@@ -47,6 +47,8 @@ _PRODUCT_ROWS = 256
 _COPIED_BYTES = 64 << 20
 _STREAMED_BYTES = 32 << 20
 _LONG_SECONDS = 3.0
+_STREAMED_SECONDS = 0.1
+_SOME_BYTE = 0x11  # zeros would be pages that share one place in the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +246,20 @@ def _answer_seconds(lowering: Lowering, layer: int, bits: int, tokens: int) -> f
     spec = next(s for s in (QuantSpec(4, 64), QuantSpec(4, 32), QuantSpec(4)) if s.fits(columns))
     spec = lowering.spec_16bit if bits == 16 else spec
     matrices = [
-        kernels.PackedMatrix(np.zeros(spec.packed_bytes(rows, columns), np.uint8), rows, columns, spec)
+        kernels.PackedMatrix(np.full(spec.packed_bytes(rows, columns), _SOME_BYTE, np.uint8), rows, columns, spec)
         for _ in range(max(1, _STREAMED_BYTES // spec.packed_bytes(rows, columns)))
     ]
     kernels.set_threads(torch.get_num_threads())
 
     def weight(count: int) -> float:
         """Return the seconds of one weight and token, if `count` tokens use each matrix."""
-        inputs, outputs, clock = np.ones((count, columns), np.float32), np.empty((count, rows), np.float32), _Clock()
-        for _ in range(2):
-            with clock.running():
-                for matrix in matrices:
-                    kernels.linear(matrix, inputs, outputs)
-        return clock.seconds / (len(matrices) * rows * columns * count)
+        inputs, outputs = np.ones((count, columns), np.float32), np.empty((count, rows), np.float32)
+        kernels.linear(matrices[-1], inputs, outputs)  # warm-up: starts threads
+        started, seconds, used = time.perf_counter(), 0.0, 0
+        while used < len(matrices) and seconds < _STREAMED_SECONDS:
+            kernels.linear(matrices[used], inputs, outputs)
+            used, seconds = used + 1, time.perf_counter() - started
+        return seconds / (used * rows * columns * count)
 
     routed = expert_weights(model, layer) * experts.top_k
     dense = active_layer_weights(model, layer) - routed
