@@ -83,12 +83,15 @@ def _groups(system: Path, controller: str) -> Iterator[tuple[int, Path]]:
         usual = system / "sys/fs/cgroup"
         for root, folder in folders or [([], usual / controller if names else usual)]:
             visible = parts[len(root) :] if parts[: len(root)] == root else parts
-            for depth in range(len(visible), -1, -1):
-                yield version, folder.joinpath(*visible[:depth])
+            level = folder.joinpath(*visible)
+            yield version, level
+            for _ in visible:
+                level = level.parent
+                yield version, level
 
 
 def _parts(group: str) -> list[str]:
-    return [name for name in group.split("/") if name not in ("", "..")]
+    return [name for name in group.split("/") if name not in ("", ".", "..")]
 
 
 def _number(path: Path) -> int | None:
