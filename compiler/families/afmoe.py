@@ -48,7 +48,7 @@ def parts(settings: Settings) -> DecoderParts:
     attentions = [rotated if size else full for size in read_windows(settings, usual, window)]
     router = RouterSpec("sigmoid", renormalize=True, scale=settings.number("route_scale", 1.0))
     experts = experts_of(settings, router, count=("num_experts", "num_local_experts"))
-    shared = shared_width(settings, ("num_shared_experts",), experts.width)
+    shared = shared_width(settings, ("num_shared_experts",), experts.width, absent=2)
     first = settings.raw("num_dense_layers")
     first = _PLAIN_LAYERS if first is None else first
     if type(first) is not int or not 0 <= first < layers:

@@ -49,7 +49,8 @@ def v2_parts(settings: Settings) -> DecoderParts:
         kept_groups=chosen_groups if is_grouped else 1,
     )
     attention, experts = _attention(settings, interleaved=True), experts_of(settings, router, count=ROUTED_EXPERTS)
-    return DecoderParts(_layers(settings, attention, experts, SHARED_EXPERTS, plain_first(settings, default=0)))
+    width = shared_width(settings, SHARED_EXPERTS, experts.width, absent=2)
+    return DecoderParts(_layers(settings, attention, experts, width, plain_first(settings, default=0)))
 
 
 def v3_parts(settings: Settings) -> DecoderParts:
@@ -82,8 +83,9 @@ def _v3_parts(
     fixed(settings, "scoring_func", "sigmoid")
     fixed(settings, "topk_method", "noaux_tc")
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
-    layers = _layers(settings, attention, experts_of(settings, router, count=routed), shared, are_routed)
-    return DecoderParts(with_corrections(settings, NAMES, layers))
+    experts = experts_of(settings, router, count=routed)
+    width = shared_width(settings, shared, experts.width, absent=1)
+    return DecoderParts(with_corrections(settings, NAMES, _layers(settings, attention, experts, width, are_routed)))
 
 
 def corrected_router(
@@ -116,27 +118,28 @@ def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[Laye
     return tuple(corrected)
 
 
-def shared_width(settings: Settings, keys: tuple[str, ...], width: int) -> SharedSpec | None:
+def shared_width(settings: Settings, keys: tuple[str, ...], width: int, absent: int) -> SharedSpec | None:
     """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError.
 
     keys: names of their number. The first one that is given is used.
+    absent: their number if none is given.
     """
-    key = next((key for key in keys if settings.raw(key) is not None), "")
-    return SharedSpec(settings.integer(key) * width) if key and settings.raw(key) != 0 else None
+    key = next((key for key in keys if settings.is_given(key)), "")
+    count = absent if not key else settings.integer(key) if settings.raw(key) else 0
+    return SharedSpec(count * width) if count else None
 
 
 def _layers(
     settings: Settings,
     attention: AttentionSpec,
     experts: ExpertsSpec,
-    shared: tuple[str, ...],
+    shared: SharedSpec | None,
     are_routed: list[bool],
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers, which have one attention. shared: names of the number of shared experts."""
+    """Return the layers, which have one attention."""
     settings.passed_over(*TRAINING)
     fixed(settings, "moe_layer_freq", 1)
-    width = shared_width(settings, shared, experts.width)
-    return layers_of(settings, [attention] * len(are_routed), experts, width, are_routed)
+    return layers_of(settings, [attention] * len(are_routed), experts, shared, are_routed)
 
 
 def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:

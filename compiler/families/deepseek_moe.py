@@ -33,7 +33,7 @@ def parts(settings: Settings) -> DecoderParts:
     router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False) and top_k > 1)
     experts = experts_of(settings, router, count=("n_routed_experts",))
     attention = attention_of(settings, rope=read_early_rope)
-    routed = LayerSpec(attention, experts, shared_width(settings, SHARED_EXPERTS, experts.width))
+    routed = LayerSpec(attention, experts, shared_width(settings, SHARED_EXPERTS, experts.width, absent=0))
     plain = plain_layer(attention, settings.integer("intermediate_size"))
     first, step = first_routed(settings, default=0), settings.optional_integer("moe_layer_freq") or 1
     layers = range(count_layers(settings))

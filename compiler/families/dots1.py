@@ -13,6 +13,7 @@ from .deepseek import ROUTED_EXPERTS, SHARED_EXPERTS, corrected_router, shared_w
 from .settings import Settings
 
 NAMES = DecoderNames()
+_WINDOW = 4096  # used if config.json has no `sliding_window`
 _FULL_LAYERS = 62  # used if config.json has no `max_window_layers`
 
 
@@ -23,11 +24,11 @@ def parts(settings: Settings) -> DecoderParts:
         bias="all" if settings.boolean("attention_bias", False) else "none",
         query_key_norm="head",
     )
-    window = settings.optional_integer("sliding_window") or 0
+    window = settings.optional_integer("sliding_window", absent=_WINDOW) or 0
     first = settings.optional_integer("max_window_layers") or _FULL_LAYERS
     windows = [window if layer >= first else 0 for layer in range(count_layers(settings))]
     attentions = [replace(attention, sliding_window=size) for size in read_windows(settings, windows, window)]
     experts = experts_of(settings, corrected_router(settings, renormalize=False), count=ROUTED_EXPERTS)
-    shared = shared_width(settings, SHARED_EXPERTS, experts.width)
+    shared = shared_width(settings, SHARED_EXPERTS, experts.width, absent=0)
     layers = layers_of(settings, attentions, experts, shared, plain_first(settings, default=0))
     return DecoderParts(with_corrections(settings, NAMES, layers))

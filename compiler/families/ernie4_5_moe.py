@@ -24,7 +24,7 @@ def parts(settings: Settings) -> DecoderParts:
     attention = attention_of(settings, interleaved=True)
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("moe_num_experts",), top_k=("moe_k",))
-    routed = LayerSpec(attention, experts, shared_width(settings, ("moe_num_shared_experts",), experts.width))
+    routed = LayerSpec(attention, experts, shared_width(settings, ("moe_num_shared_experts",), experts.width, absent=2))
     plain = plain_layer(attention, settings.integer("intermediate_size"))
     layers, step = count_layers(settings), settings.optional_integer("moe_layer_interval") or 1
     first, last = (_bound(settings, key, default) for key, default in (("start", 1), ("end", -1)))

@@ -32,7 +32,7 @@ def parts(settings: Settings) -> DecoderParts:
     full = replace(rotated, rope=None, sliding_window=0)
     attentions = [rotated if size else full for size in _windows(settings, window)]
     experts = experts_of(settings, corrected_router(settings, scale=2.5), count=("num_experts", "num_local_experts"))
-    shared = shared_width(settings, ("num_shared_experts",), experts.width)
+    shared = shared_width(settings, ("num_shared_experts",), experts.width, absent=1)
     are_routed = read_routed(settings, plain_first(settings, default=1))
     return DecoderParts(with_corrections(settings, NAMES, layers_of(settings, attentions, experts, shared, are_routed)))
 

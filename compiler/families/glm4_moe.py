@@ -77,6 +77,6 @@ def _parts(
 ) -> DecoderParts:
     """Return layers of one attention. scale: the default of `routed_scaling_factor`."""
     experts = experts_of(settings, corrected_router(settings, scale=scale), count=routed)
-    width = shared_width(settings, shared, experts.width)
+    width = shared_width(settings, shared, experts.width, absent=1)
     layers = layers_of(settings, [attention] * len(are_routed), experts, width, are_routed)
     return DecoderParts(with_corrections(settings, names, layers))

@@ -14,6 +14,7 @@ from .decoder_weights import DecoderNames
 from .settings import Settings
 
 NAMES = DecoderNames(routers=("mlp.router.weight",), loaded_router="mlp.router.weight", is_transposed=True)
+_WINDOW = 128  # used if config.json has no `sliding_window`
 _SLOPE = 1.702  # slope of the sigmoid; the kernels support no other
 
 
@@ -36,7 +37,7 @@ def parts(settings: Settings) -> DecoderParts:
         limit=settings.number("swiglu_limit", 7.0),
         has_bias=True,
     )
-    window = settings.optional_integer("sliding_window") or 0
+    window = settings.optional_integer("sliding_window", absent=_WINDOW) or 0
     layers = count_layers(settings)
     windows = read_windows(settings, [window if at % 2 == 0 else 0 for at in range(layers)], window)
     return DecoderParts(tuple(LayerSpec(replace(attention, sliding_window=size), experts) for size in windows))

@@ -31,7 +31,7 @@ def parts(settings: Settings) -> DecoderParts:
     )
     router = RouterSpec("sigmoid", renormalize=True, scale=settings.number("router_scaling_factor", _SCALE))
     experts = experts_of(settings, router, count=("num_experts", "num_local_experts"))
-    shared = shared_width(settings, ("num_shared_experts",), experts.width)
+    shared = shared_width(settings, ("num_shared_experts",), experts.width, absent=1)
     layers = count_layers(settings)
     are_routed = read_routed(settings, [layer > 0 for layer in range(layers)])
     return DecoderParts(

@@ -51,7 +51,7 @@ def _attentions(settings: Settings) -> list[AttentionSpec]:
     if gating not in (*_PER_HEAD, "per-element"):
         settings.fail("gating", "true, `per-head` or `per-element`", "compile another checkpoint")
     bias = "all" if settings.boolean("attention_bias", False) else "none"
-    layers, window = count_layers(settings), settings.optional_integer("sliding_window") or 0
+    layers, window = count_layers(settings), settings.integer("sliding_window")
     windows = read_windows(settings, [0] * layers, window)
     kinds = {
         size: attention_of(

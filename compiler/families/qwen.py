@@ -65,7 +65,7 @@ def mellum_parts(settings: Settings) -> DecoderParts:
     """Read the settings of Mellum 2."""
     settings.passed_over("mtp_layer_types", "mtp_mlp_layer_types")
     bias = "all" if settings.boolean("attention_bias", False) else "none"
-    layers, window = count_layers(settings), settings.optional_integer("sliding_window") or 0
+    layers, window = count_layers(settings), settings.integer("sliding_window")
     kinds = {
         size: attention_of(
             settings,

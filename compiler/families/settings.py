@@ -109,8 +109,14 @@ class Settings:
             self.fail(key, f"a whole number from 1 to {most}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """Return a positive whole number, or None if the key is absent or null."""
+    def is_given(self, key: str) -> bool:
+        """Return whether the key is there, with null or another value."""
+        return key in self._config
+
+    def optional_integer(self, key: str, absent: int | None = None) -> int | None:
+        """Return a positive whole number, None if it is null, or `absent` if the key is absent."""
+        if not self.is_given(key):
+            return absent
         return None if self.raw(key) is None else self.integer(key)
 
     def either_integer(self, key: str, other: str = "", most: int = 1 << 28) -> int:

@@ -43,10 +43,11 @@ SAVED: dict[str, Callable[[Path], Path]] = {
     "switch_transformers": partial(save_family, "switch"),
     **{family: partial(save_family, name) for family, name in CHOSEN.items()},
 }
-NOT_NAMED = {
-    "afmoe", "dots1", "exaone_moe", "flint", "glm4_moe_lite", "granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1",
-    "laguna", "mellum", "minicpm", "minimax_m2", "sarvam_mla", "sarvam_moe", "solar_open", "switch_transformers",
+NAMED = {
+    "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe",
+    "phimoe", "qwen2_moe", "qwen3_moe",
 }  # fmt: skip
+NOT_NAMED = FAMILIES.keys() - NAMED
 UNKNOWN = {LLAMA_CPP: NOT_NAMED, MLX: NOT_NAMED, GPTQMODEL: {"deepseek", *NOT_NAMED}}
 
 

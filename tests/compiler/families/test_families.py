@@ -20,11 +20,11 @@ from moec.compiler.preflight.preflight import preflight
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.engine import GenerationRequest, in_order
 from moec.manifests.errors import CheckpointError, ContextOverflow
-from moec.manifests.model import PROJECTIONS, RelativeBiasSpec, UnitKey
+from moec.manifests.model import PROJECTIONS, ModelSpec, RelativeBiasSpec, UnitKey
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.compiler.lowered import configured, lowered
+from tests.compiler.lowered import configured, lowered, save_family
 from tests.gates.bundles import emit_bundle
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_families import CHOSEN, TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.oracle
@@ -348,3 +348,30 @@ def test_weights_that_are_not_finite_name_their_tensor(copy: Path, value: float)
         lowering.unit(UnitKey(1, 2, "down"))
     with pytest.raises(CheckpointError, match=r"tensor `model.embed_tokens.weight` in .* holds NaN or infinite values"):
         lowering.dense_weight("embedding")
+
+
+@pytest.mark.parametrize("family", sorted(set(CHOSEN) - {"deepseek", "minicpm"}))
+def test_an_absent_key_has_the_default_of_transformers(tmp_path: Path, family: str) -> None:
+    """Each key is left out in turn. Then the model is the one of the written default, or config.json is refused."""
+    path = save_family(CHOSEN[family], tmp_path / "model")
+    whole = json.loads((path / "config.json").read_text())
+    kind = type(AutoConfig.from_pretrained(path))
+    for key in whole.keys() - {"model_type", "architectures", "dtype", "transformers_version"}:
+        rest = {name: value for name, value in whole.items() if name != key}
+        model = model_of_tensors(path, rest)
+        if model is not None:
+            written = model_of_tensors(path, json.loads(json.dumps(kind.from_dict(rest).to_dict(), default=str)))
+            assert written in (model, None), key
+
+
+def model_of_tensors(path: Path, config: dict[str, object]) -> ModelSpec | None:
+    """Return the model of another config.json; None if it is refused, or if the tensors have other shapes."""
+    (path / "config.json").write_text(json.dumps(config))
+    try:
+        lowering = lowered(path)
+    except CheckpointError:
+        return None
+    sources = (*lowering.dense.values(), *lowering.units.values())
+    tensors = lowering.checkpoint.tensors
+    fits = all(source.name in tensors and tensors[source.name].shape == tuple(source.shape) for source in sources)
+    return lowering.model if fits else None
