@@ -14,15 +14,15 @@ from moec.manifests.model import ModelSpec
 from .engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX
 
 _LLAMA_CPP_FAMILIES = frozenset({
-    "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_moe",
+    "deepseek", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+    "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 })  # fmt: skip
 """Families whose stacked experts llama.cpp converts. It knows MiniCPM only without experts."""
 _SWITCH = "mlp.switch_mlp"
 _MLX_STACKS = {
-    **dict.fromkeys(_LLAMA_CPP_FAMILIES, _SWITCH),
-    **dict.fromkeys(("granitemoe", "mixtral", "phimoe"), "block_sparse_moe.switch_mlp"),
-    "gpt_oss": "mlp.experts",
+    **dict.fromkeys((*_LLAMA_CPP_FAMILIES, "exaone_moe"), _SWITCH),
+    **dict.fromkeys(("granitemoe", "minimax_m2", "mixtral", "phimoe"), "block_sparse_moe.switch_mlp"),
+    **dict.fromkeys(("afmoe", "dots1", "gpt_oss"), "mlp.experts"),
 }
 """Module of the stacks of a layer, by family. mlx-lm knows MiniCPM only without experts."""
 _OWN_PROJECTION = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -43,12 +43,16 @@ SAVED: dict[str, Callable[[Path], Path]] = {
     "switch_transformers": partial(save_family, "switch"),
     **{family: partial(save_family, name) for family, name in CHOSEN.items()},
 }
-NAMED = {
-    "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_moe",
+EVERYWHERE = {
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe",
 }  # fmt: skip
-NOT_NAMED = FAMILIES.keys() - NAMED
-UNKNOWN = {LLAMA_CPP: NOT_NAMED, MLX: NOT_NAMED, GPTQMODEL: {"deepseek", *NOT_NAMED}}
+IN_LLAMA_CPP = {*EVERYWHERE, "deepseek", "dots1", "glm4_moe_lite", "minimax_m2"}
+UNKNOWN = {
+    LLAMA_CPP: FAMILIES.keys() - IN_LLAMA_CPP,
+    MLX: FAMILIES.keys() - IN_LLAMA_CPP - {"afmoe", "exaone_moe"},
+    GPTQMODEL: FAMILIES.keys() - EVERYWHERE,
+}
 
 
 def llama_type(text: str, tensor: str) -> str | None:
@@ -88,7 +92,8 @@ def llama_tensor(unit: UnitKey) -> str:
 
 
 def mlx_module(family: str, unit: UnitKey) -> str:
-    own = {"gpt_oss": "mlp.experts"} | dict.fromkeys(("mixtral", "phimoe", "granitemoe"), "block_sparse_moe.switch_mlp")
+    own = dict.fromkeys(("gpt_oss", "dots1", "afmoe"), "mlp.experts")
+    own |= dict.fromkeys(("mixtral", "phimoe", "granitemoe", "minimax_m2"), "block_sparse_moe.switch_mlp")
     return f"model.layers.{unit.layer}.{own.get(family, 'mlp.switch_mlp')}.{unit.projection}_proj"
 
 
@@ -158,9 +163,8 @@ def test_every_unit_of_every_family_is_named_once(models: dict[str, ModelSpec], 
 def test_an_unknown_family_is_refused(models: dict[str, ModelSpec], engine: str, family: str) -> None:
     with pytest.raises(OptionError, match=f"no plan for {engine} covers the family `{family}`") as found:
         coarse_plan(engine, mixed_plan(models[family], ["q4g32"]))
-    assert found.value.hint == (
-        "take `--for llama.cpp or mlx`" if family == "deepseek" else "export the weights: `moec export`"
-    )
+    knows = [name for name in ENGINES if family not in UNKNOWN[name]]
+    assert found.value.hint == (f"take `--for {' or '.join(knows)}`" if knows else "export the weights: `moec export`")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
