@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,6 +182,25 @@ def read_windows(settings: Settings, windows: list[int], window: int) -> list[in
     if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in list(known) for kind in kinds):
         settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
     return [known[kind] for kind in kinds]
+
+
+def attentions_by_window(settings: Settings, windows: list[int], **more: Any) -> list[AttentionSpec]:
+    """Return the attention of each layer. Layers with a window and those without have a rotary embedding of their own.
+
+    windows: of each layer, in tokens; 0 for none.
+    more: further fields of AttentionSpec.
+    Raises CheckpointError or ValueError.
+    """
+    attentions = {
+        size: attention_of(
+            settings,
+            rope=partial(read_rope, layer_type="sliding_attention" if size else "full_attention"),
+            sliding_window=size,
+            **more,
+        )
+        for size in set(windows)
+    }
+    return [attentions[size] for size in windows]
 
 
 def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:

@@ -7,14 +7,12 @@ Source: transformers, models/laguna/modeling_laguna.py, configuration_laguna.py 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from moec.manifests.model import AttentionSpec, RouterSpec, SharedSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, read_routed, read_windows
+from .decoder import DecoderParts, attentions_by_window, count_layers, experts_of, layers_of, read_routed, read_windows
 from .decoder_weights import DecoderNames
 from .deepseek import fixed, with_corrections
-from .rope import read_rope
 from .settings import Settings
 
 NAMES = DecoderNames(
@@ -53,20 +51,11 @@ def _attentions(settings: Settings) -> list[AttentionSpec]:
     bias = "all" if settings.boolean("attention_bias", False) else "none"
     layers, window = count_layers(settings), settings.integer("sliding_window")
     windows = read_windows(settings, [0] * layers, window)
-    kinds = {
-        size: attention_of(
-            settings,
-            rope=partial(read_rope, layer_type="sliding_attention" if size else "full_attention"),
-            sliding_window=size,
-            bias=bias,
-            query_key_norm="head",
-            output_gate="softplus",
-            gates_heads=gating in _PER_HEAD,
-        )
-        for size in set(windows)
-    }
+    attentions = attentions_by_window(
+        settings, windows, bias=bias, query_key_norm="head", output_gate="softplus", gates_heads=gating in _PER_HEAD
+    )
     heads = settings.raw("num_attention_heads_per_layer")
     heads = [settings.integer("num_attention_heads")] * layers if heads is None else heads
     if not isinstance(heads, list) or len(heads) != layers or not all(type(count) is int for count in heads):
         settings.fail("num_attention_heads_per_layer", f"{layers} whole numbers")
-    return [replace(kinds[size], num_heads=count) for size, count in zip(windows, heads, strict=True)]
+    return [replace(attention, num_heads=count) for attention, count in zip(attentions, heads, strict=True)]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, RouterSpec, SharedSpec
 
 from .decoder import (
     DecoderParts,
     attention_of,
+    attentions_by_window,
     count_layers,
     experts_of,
     layers_of,
@@ -26,7 +26,6 @@ from .decoder import (
 )
 from .decoder_weights import DecoderNames
 from .deepseek import fixed
-from .rope import read_rope
 from .settings import Settings
 
 NAMES = DecoderNames(shared=("mlp.shared_expert",))
@@ -66,17 +65,8 @@ def mellum_parts(settings: Settings) -> DecoderParts:
     settings.passed_over("mtp_layer_types", "mtp_mlp_layer_types")
     bias = "all" if settings.boolean("attention_bias", False) else "none"
     layers, window = count_layers(settings), settings.integer("sliding_window")
-    kinds = {
-        size: attention_of(
-            settings,
-            rope=partial(read_rope, layer_type="sliding_attention" if size else "full_attention"),
-            sliding_window=size,
-            bias=bias,
-            query_key_norm="head",
-        )
-        for size in set(read_windows(settings, [0] * layers, window))
-    }
-    attentions = [kinds[size] for size in read_windows(settings, [0] * layers, window)]
+    windows = read_windows(settings, [0] * layers, window)
+    attentions = attentions_by_window(settings, windows, bias=bias, query_key_norm="head")
     router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", True))
     experts = experts_of(settings, router, count=("num_experts", "num_local_experts"))
     return DecoderParts(layers_of(settings, attentions, experts, None, read_routed(settings, [True] * layers)))
