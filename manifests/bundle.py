@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from .model import MAX_EXPERTS, ExpertKey, ModelSpec
+from .model import MAX_EXPERTS, ExpertKey, ModelSpec, keeps_16_bits
 from .optional_fields import OPTIONAL
 from .path_tables import PATH_SETS_VERSION, check_path_sets
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
-FORMAT_VERSIONS = (1, 2, 3)
+FORMAT_VERSIONS = (1, 2, 3, 4)
 """Versions that this package reads. A bundle has the lowest one that has all its features."""
 RELEASED_VERSION = 3
 """Newest version with a release. Later versions may still change."""
@@ -179,6 +179,7 @@ class CostSummary:
     Packed bytes include scales and no padding. Padded bytes are read from storage.
     expected_read_bytes_per_token: sum over decoder layers of popularity x padded bytes; cold cache, no reuse.
     minimum_expert_bytes: padded bytes of the largest top_k experts of any one layer. A run needs at least these.
+    state_bytes: recurrent states of one sequence.
     """
 
     expert_packed_bytes: int
@@ -188,6 +189,7 @@ class CostSummary:
     expected_read_bytes_per_token: int
     minimum_expert_bytes: int
     kv_bytes_per_position: int
+    state_bytes: int = field(default=0, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,9 +366,8 @@ class BundleManifest:
         for entry in self.dense:
             if entry.shape != shapes[entry.name]:
                 raise ValueError(f"dense[{entry.name}]: expected shape {shapes[entry.name]}, found {entry.shape}")
-            keeps_16_bit = len(entry.shape) == 1 or entry.name.endswith("router")
-            if keeps_16_bit and entry.spec.bitwidth != 16:
-                raise ValueError(f"dense[{entry.name}]: norms and routers stay at 16 bits, found {entry.spec}")
+            if keeps_16_bits(entry.name, entry.shape) and entry.spec.bitwidth != 16:
+                raise ValueError(f"dense[{entry.name}]: norms, routers and rates stay at 16 bits, found {entry.spec}")
             if entry.spec.is_pruned or not entry.spec.fits(entry.shape[-1]):
                 raise ValueError(f"dense[{entry.name}]: format {entry.spec} cannot hold {entry.shape[-1]} columns")
 
@@ -393,6 +394,7 @@ class BundleManifest:
             "dense_packed_bytes": dense,
             "minimum_expert_bytes": max(sum(sorted(s)[-k:]) for s, k in zip(padded, top_k, strict=True)),
             "kv_bytes_per_position": model.kv_bytes_per_position,
+            "state_bytes": model.state_bytes,
         }
         for name, value in expected.items():
             if getattr(cost, name) != value:

@@ -20,6 +20,7 @@ from .attention import (
     require,
 )
 from .optional_fields import OPTIONAL
+from .recurrent import ConvolutionSpec, DeltaSpec, RecurrentSpec, state_bytes
 from .runtime_limits import DEFAULT_CONTEXT
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "MAX_POSITIONS",
     "PROJECTIONS",
     "AttentionSpec",
+    "ConvolutionSpec",
+    "DeltaSpec",
     "EncoderSpec",
     "ExpertKey",
     "ExpertsSpec",
@@ -41,6 +44,7 @@ __all__ = [
     "SharedSpec",
     "StaticRouting",
     "UnitKey",
+    "keeps_16_bits",
 ]
 
 PROJECTIONS = ("gate", "up", "down")
@@ -130,23 +134,39 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: norm, attention, residual; norm, routed experts and shared expert, residual.
+    """One layer: norm, mixer, residual; norm, routed experts and shared expert, residual.
 
+    attention, convolution, delta: the mixer, which combines a token with earlier ones. Exactly one of them is given.
     cross: attention over the encoder's states of the prompt, after attention, with its own norm and residual.
-    norms_after: the outputs of attention and of experts pass an RMS norm of their own before the residual.
+    norms_after: the outputs of the mixer and of experts pass an RMS norm of their own before the residual.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None
     experts: ExpertsSpec
     shared: SharedSpec | None = None
     cross: AttentionSpec | None = field(default=None, metadata=OPTIONAL)
     norms_after: bool = field(default=False, metadata=OPTIONAL)
+    convolution: ConvolutionSpec | None = field(default=None, metadata=OPTIONAL)
+    delta: DeltaSpec | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
+        mixers = [mixer for mixer in (self.attention, self.convolution, self.delta) if mixer is not None]
+        require(len(mixers) == 1, f"a layer has one of attention, convolution and delta, found {len(mixers)}")
         require(self.experts.count > 0 or self.shared is not None, "a layer must have routed experts or a shared one")
         activations = ("silu", "relu")
         require(self.shared is None or self.experts.activation in activations, "a shared expert has silu or relu")
         require(self.cross is None or self.cross.is_bare, "attention over the encoder has heads and a scale alone")
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer if its memory of earlier tokens has a fixed size, else None."""
+        return self.convolution or self.delta
+
+    def mixer_shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the weights of the mixer, with the norm before it."""
+        recurrent, attention = self.recurrent, self.attention
+        shapes = {} if attention is None else attention_shapes(attention, hidden)
+        return shapes if recurrent is None else recurrent.shapes(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +194,7 @@ class ModelSpec:
     norm: kind of the norms of the residual stream. `rms` divides by the root mean square. `layer` also subtracts the
         mean first and adds a bias last.
     has_head_bias: whether a bias is added to the logits before they are scaled.
+    norm_offset: number that is added to the weights of norms, except those of the output of a delta rule.
     Raises ValueError if fields contradict each other.
     """
 
@@ -191,6 +212,7 @@ class ModelSpec:
     encoder: EncoderSpec | None = field(default=None, metadata=OPTIONAL)
     norm: Literal["rms", "layer"] = field(default="rms", metadata=OPTIONAL)
     has_head_bias: bool = field(default=False, metadata=OPTIONAL)
+    norm_offset: float = field(default=0.0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
@@ -199,6 +221,7 @@ class ModelSpec:
         require(0 < len(self.layers) <= MAX_LAYERS, f"a model has 1 to {MAX_LAYERS} layers, found {len(self.layers)}")
         require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
         require(any(layer.experts.count for layer in self.layers), "no layer has routed experts")
+        require(0 <= self.norm_offset <= 1, f"norm_offset out of range: {self.norm_offset}")
         for scale in (self.embedding_scale, self.residual_scale, self.logits_scale):
             require(0 < scale <= 1e4, f"scale out of range: {scale}")
         for token in self.eos_token_ids:
@@ -216,7 +239,7 @@ class ModelSpec:
             require(0 <= start < self.vocab_size, f"start token {start} outside the vocabulary")
         first = self.first_decoder_layer
         for index, layer in enumerate(self.layers):
-            decodes, attention = index >= first, layer.attention
+            decodes = index >= first
             require(
                 (layer.cross is not None) == (decodes and first > 0),
                 f"layer {index}: cross is for decoders after an encoder",
@@ -227,15 +250,24 @@ class ModelSpec:
             require(decodes or static is None, f"layer {index}: static routing is for decoders")
             fits = static is None or len(static.experts) == self.vocab_size * layer.experts.top_k
             require(fits, f"layer {index}: static: expected experts of {self.vocab_size} tokens")
-            extras = attention.latent or attention.sliding_window or attention.sinks
-            require(decodes or not extras, f"layer {index}: encoders have no latent vectors, windows, sinks")
-            shared = self.layers[first if decodes else 0].attention
-            require(
-                attention.relative_bias == shared.relative_bias,
-                f"layer {index}: the layers of a stack share their relative bias",
-            )
+            if layer.attention is not None:
+                self._check_attention(index, layer.attention, self.layers[first if decodes else 0].attention)
+            else:
+                require(first == 0, f"layer {index}: a model with an encoder has attention in every layer")
+
+    def _check_attention(self, index: int, attention: AttentionSpec, shared: AttentionSpec | None) -> None:
+        """Check the attention of a layer.
+
+        shared: that of the first layer of its stack; None if it has another mixer.
+        """
+        decodes = index >= self.first_decoder_layer
+        extras = attention.latent or attention.sliding_window or attention.sinks
+        require(decodes or not extras, f"layer {index}: encoders have no latent vectors, windows, sinks")
+        bias = None if shared is None else shared.relative_bias
+        require(attention.relative_bias == bias, f"layer {index}: the layers of a stack share their relative bias")
+        if shared is not None:
             # The table has a column for each head.
-            fits = attention.relative_bias is None or attention.num_heads == shared.num_heads
+            fits = bias is None or attention.num_heads == shared.num_heads
             require(fits, f"layer {index}: layers that share a relative bias have as many heads")
             cached = (attention.num_kv_heads, attention.head_size)
             fits = decodes or cached == (shared.num_kv_heads, shared.head_size)
@@ -245,13 +277,21 @@ class ModelSpec:
     def format_version(self) -> int:
         """The lowest version of the bundle format that has all parts of the model."""
         layers = self.layers
-        is_new = any(layer.norms_after or layer.attention.output_gate != "none" for layer in layers)
-        return 3 if is_new or any(layer.experts.router.corrects_logits for layer in layers) else 1
+        if self.norm_offset or any(layer.recurrent or layer.experts.router.least_sum for layer in layers):
+            return 4
+        is_new = any(attention.output_gate != "none" for attention in self.attentions)
+        is_new = is_new or any(layer.norms_after or layer.experts.router.corrects_logits for layer in layers)
+        return 3 if is_new else 1
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Attention of each layer that has it, encoder first."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def original_positions(self) -> int:
         """Longest context in which no rotary embedding uses its long form. A run exceeds it only on request."""
-        ropes = [layer.attention.rope for layer in self.layers]
+        ropes = [attention.rope for attention in self.attentions]
         longs = [rope.long.original_positions for rope in ropes if rope is not None and rope.long is not None]
         return min([self.max_positions, *longs])
 
@@ -294,7 +334,7 @@ class ModelSpec:
         decoder = self.layers[self.first_decoder_layer :]
         cross = [layer.cross for layer in decoder if layer.cross is not None]
         encoder = self.layers[: min(self.first_decoder_layer, 1)]
-        return (*(layer.attention for layer in encoder), *(layer.attention for layer in decoder), *cross)
+        return (*(layer.attention for layer in (*encoder, *decoder) if layer.attention is not None), *cross)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -310,6 +350,16 @@ class ModelSpec:
     def kv_bytes_per_position(self) -> int:
         """Bytes of the float32 keys and values of one position over all layers."""
         return sum(4 * a.cache_arrays * a.cache_heads * a.cache_size for a in self.cached_attentions)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence over all layers, float32."""
+        states = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        return sum(state_bytes(recurrent, self.hidden_size) for recurrent in states)
+
+    def adds_offset(self, norm: str) -> bool:
+        """Return whether `norm_offset` is added to the weights of a norm."""
+        return self.norm_offset != 0 and norm.endswith("_norm") and not norm.endswith("output_norm")
 
     def unit_shape(self, layer: int, projection: str) -> tuple[int, int]:
         """Return (rows, columns) of one projection of an expert: gate and up [F, D], down [D, F]."""
@@ -348,10 +398,10 @@ class ModelSpec:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         for index, layer in enumerate(self.layers):
-            parts = attention_shapes(layer.attention, hidden)
-            bias = layer.attention.relative_bias
-            if bias is not None and index in (0, self.first_decoder_layer):
-                parts["relative_bias"] = (bias.buckets * layer.attention.num_heads,)
+            parts, attention = layer.mixer_shapes(hidden), layer.attention
+            bias = None if attention is None else attention.relative_bias
+            if attention is not None and bias is not None and index in (0, self.first_decoder_layer):
+                parts["relative_bias"] = (bias.buckets * attention.num_heads,)
             if layer.cross is not None:
                 parts.update({f"cross_{name}": shape for name, shape in attention_shapes(layer.cross, hidden).items()})
             if layer.norms_after:
@@ -373,6 +423,11 @@ class ModelSpec:
             if name.endswith(("attention_norm", "experts_norm", "final_norm")):
                 with_biases[f"{name}_bias"] = shape
         return with_biases
+
+
+def keeps_16_bits(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a dense weight is never quantized: vectors, routers, and the rates of recurrent states."""
+    return len(shape) == 1 or name.rpartition(".")[2] in ("router", "rate", "step")
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
@@ -432,6 +487,7 @@ class RouterSpec:
     capacity: in an encoder, most tokens of a sequence that an expert computes; later tokens skip it. 0 for no limit.
     margin: see sparsemixer.
     static: experts chosen by the token alone; scores only weigh them.
+    least_sum: number added to the sum of the weights before they are divided by it; 0 for 1e-20.
 
     Scoring `uniform`: there is no router, and all chosen experts have equal weights. It is for static routing.
     Scoring `sparsemixer`: the two largest logits are chosen one after the other. Each is weighed by a softmax over the
@@ -452,6 +508,7 @@ class RouterSpec:
     margin: float = field(default=0.0, metadata=OPTIONAL)
     static: StaticRouting | None = field(default=None, metadata=OPTIONAL)
     corrects_logits: bool = field(default=False, metadata=OPTIONAL)
+    least_sum: float = field(default=0.0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
@@ -459,6 +516,9 @@ class RouterSpec:
         require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
         require(0 <= self.capacity <= MAX_POSITIONS, f"capacity out of range: {self.capacity}")
         require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
+        is_summed = self.renormalize and self.scoring == "sigmoid"
+        fits = 0 <= self.least_sum <= 1 and (is_summed or not self.least_sum)
+        require(fits, "least_sum is at most 1, and for sigmoids that are renormalized")
         if self.scoring == "sparsemixer":
             others = self.correction or self.groups != 1 or self.has_bias or self.capacity or self.static
             require(not (self.renormalize or self.scale != 1 or others), "sparsemixer takes logits and margin only")

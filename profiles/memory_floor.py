@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
+from moec.manifests.recurrent import state_bytes
 from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MAX_PASS_TOKENS
 
 LOGITS_ROWS_PER_SLOT = 4
@@ -124,8 +125,11 @@ def answers_kv_bytes(room_bytes: int, experts_bytes: int, slot_bytes: int) -> in
 
 
 def kv_bytes(model: ModelSpec, context: int, slots: int = 1, element_bytes: int = 4) -> int:
-    """Return the bytes of the keys and values of `slots` sequences, with `element_bytes` for each number."""
-    return model.kv_bytes_per_position * context * slots * element_bytes // 4
+    """Return the bytes of what `slots` sequences keep of their tokens: keys and values, and recurrent states twice.
+
+    element_bytes: of each number of keys and values. States are float32; the second one is of an earlier position.
+    """
+    return (model.kv_bytes_per_position * context * element_bytes // 4 + 2 * model.state_bytes) * slots
 
 
 def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
@@ -138,18 +142,21 @@ def scratch_bytes(model: ModelSpec, slots: int, context: int) -> int:
     """Return the largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
     tokens, vocabulary = longest_pass(model, slots, context), model.vocab_size
     # Cosines and sines of every position, once for each kind of rotary embedding.
-    kinds = {layer.attention.rope for layer in model.layers}
+    kinds = {attention.rope for attention in model.attentions}
     positions = sum(4 * context * spec.rotary_size for spec in kinds if spec is not None)
     # Biases by distance, once for the encoder and once for the decoder.
     for layer in {0, model.first_decoder_layer}:
         attention = model.layers[layer].attention
-        positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
+        if attention is not None and attention.relative_bias is not None:
+            positions += 8 * context * attention.num_heads
     # Norms and biases are kept in float32, in addition to their 16-bit form.
     vectors = sum(4 * shape[0] for shape in model.dense_shapes().values() if len(shape) == 1)
     routers = [layer.experts.router for layer in model.layers]
     vectors += sum(4 * len(router.static.experts) for router in routers if router.static is not None)
-    # Keys of one slot that a beam puts aside.
-    aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
+    # Keys, or a state, of one slot that a beam puts aside.
+    parts = [4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions]
+    parts += [state_bytes(layer.recurrent, model.hidden_size) for layer in model.layers if layer.recurrent is not None]
+    aside = max(parts) if slots > 1 else 0
     # Logits exist twice while a maximum or a softmax is computed.
     logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
     return pass_bytes(model, tokens) + logits + positions + vectors + aside
@@ -159,8 +166,10 @@ def pass_bytes(model: ModelSpec, tokens: int) -> int:
     """Return the part of `scratch_bytes` that grows with the tokens of a pass."""
     widest = 0
     for layer in model.layers:
-        attention, experts = layer.attention, layer.experts
-        if attention.latent is None:
+        attention, recurrent, experts = layer.attention, layer.recurrent, layer.experts
+        if attention is None:
+            heads = 0 if recurrent is None else recurrent.scratch_numbers(model.hidden_size)
+        elif attention.latent is None:
             heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
         else:
             heads = attention.num_heads * (2 * attention.cache_size + 2 * attention.head_size)

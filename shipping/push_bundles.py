@@ -46,7 +46,7 @@ from .signatures.model_signature import (
 )
 from .store.interface import Store
 
-LEAST_MOEC = dict.fromkeys((1, 2, 3), "0.2.0")
+LEAST_MOEC = dict.fromkeys((1, 2, 3, 4), "0.2.0")
 """Oldest moec that pulls and runs bundles of each format version."""
 
 

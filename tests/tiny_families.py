@@ -448,6 +448,71 @@ TINY_FAMILIES = {
          "num_experts_per_tok": 1, "tie_word_embeddings": True},
         dtype="float16", seed=84,
     ),
+    "lfm2": TinyFamily(
+        "Lfm2Moe",
+        {"num_experts": 8, "num_hidden_layers": 5, "num_dense_layers": 1, "tie_word_embeddings": True,
+         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]},
+        seed=85,
+    ),
+    "lfm2-no-bias": TinyFamily(
+        "Lfm2Moe",
+        {"num_experts": 6, "num_dense_layers": 0, "use_expert_bias": False, "conv_L_cache": 5, "norm_topk_prob": False,
+         "num_experts_per_tok": 4, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False},
+        shard_size="100KB", seed=86,
+    ),
+    "lfm2-half": TinyFamily(
+        "Lfm2Moe",
+        {"num_experts": 4, "num_experts_per_tok": 1, "num_dense_layers": 2, "routed_scaling_factor": 2.5,
+         "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 2},
+        dtype="float16", seed=87,
+    ),
+    "qwen3-next": TinyFamily(
+        "Qwen3Next",
+        {"num_experts": 8, "head_dim": 32, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 32},
+        seed=88,
+    ),
+    "qwen3-next-listed": TinyFamily(
+        "Qwen3Next",
+        {"num_experts": 6, "head_dim": 16, "shared_expert_intermediate_size": 96, "num_experts_per_tok": 4,
+         "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1],
+         "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 17,
+         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5},
+        shard_size="100KB", seed=89,
+    ),
+    "qwen3-next-tied-half": TinyFamily(
+        "Qwen3Next",
+        {"num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 1,
+         "tie_word_embeddings": True, "norm_topk_prob": False, "full_attention_interval": 2,
+         "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 16},
+        dtype="float16", seed=90,
+    ),
+    "qwen3.5": TinyFamily(
+        "Qwen3_5MoeText",
+        {"num_experts": 8, "head_dim": 32, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 32, "rope_theta": None,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+                             "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        seed=91,
+    ),
+    "qwen3.5-listed": TinyFamily(
+        "Qwen3_5MoeText",
+        {"num_experts": 6, "head_dim": 16, "shared_expert_intermediate_size": 96, "num_experts_per_tok": 4,
+         "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_num_key_heads": 1,
+         "linear_num_value_heads": 3, "linear_key_head_dim": 17, "linear_value_head_dim": 16,
+         "linear_conv_kernel_dim": 3},
+        shard_size="100KB", seed=92,
+    ),
+    "qwen3.5-tied-half": TinyFamily(
+        "Qwen3_5MoeText",
+        {"num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 1,
+         "tie_word_embeddings": True, "full_attention_interval": 2, "linear_num_key_heads": 4,
+         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+        dtype="float16", seed=93,
+    ),
     "granite-swa-yarn-half": TinyFamily(
         "GraniteMoeSWA",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
@@ -455,6 +520,9 @@ TINY_FAMILIES = {
         dtype="float16", seed=75,
     ),
 }  # fmt: skip
+
+RECURRENT = ("Lfm2Moe", "Qwen3Next", "Qwen3_5MoeText")
+"""Classes of transformers whose models have layers with a recurrent state."""
 
 # One configuration of each family: the one with most of its special parts.
 CHOSEN = {
@@ -465,6 +533,7 @@ CHOSEN = {
     "sarvam_mla": "sarvam-mla-yarn", "dots1": "dots1-windows", "minimax_m2": "minimax-m2", "hy_v3": "hy3-bias",
     "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
     "granitemoe_swa": "granite-swa", "kolibri1": "kolibri", "laguna": "laguna", "afmoe": "afmoe",
+    "lfm2_moe": "lfm2", "qwen3_next": "qwen3-next", "qwen3_5_moe_text": "qwen3.5",
 }  # fmt: skip
 
 

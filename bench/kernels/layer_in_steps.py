@@ -10,7 +10,7 @@ token and the paired quotient of the times. Takes a minute for a gigabyte of exp
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -29,11 +29,10 @@ def attention_in_steps(engine: Engine) -> Iterator[None]:
     def by_steps(
         layer: kernels.AttentionLayer | kernels.LatentLayer,
         hidden: np.ndarray,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
+        state: Sequence[np.ndarray],
         places: kernels.TokenPlaces,
     ) -> None:
-        layer.attend_in_steps(kernels, hidden, k_cache, v_cache, places)
+        layer.mix_in_steps(kernels, hidden, state, places)
 
     kernels.attend = by_steps
     try:

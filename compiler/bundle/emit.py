@@ -219,6 +219,7 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
         expected_read_bytes_per_token=round(expected),
         minimum_expert_bytes=max(minimum),
         kv_bytes_per_position=model.kv_bytes_per_position,
+        state_bytes=model.state_bytes,
     )
 
 

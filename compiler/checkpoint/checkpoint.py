@@ -33,6 +33,7 @@ from .integer_codes import CodeNeed, IntegerCodes
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError, PackedWeight
+from .text_part import has_text_part, text_part
 from .tokenizer import tokenizer_bytes
 from .url import PLAIN_NAME, fetch, is_url, url_name
 from .weight_files import INDEX_NAME, WEIGHTS_NAME, TensorRef, read_file, read_json, read_tensors
@@ -250,7 +251,11 @@ def open_checkpoint(path: str) -> Checkpoint:
     def may_lack(tensor: str) -> bool:
         return is_tied and tensor == "lm_head.weight"
 
-    opened = _with_decoded(Checkpoint(root, name, config, generation_config, read_tensors(root, may_lack)))
+    tensors: Mapping[str, TensorRef] = read_tensors(root, may_lack)
+    notes: tuple[str, ...] = ()
+    if has_text_part(config):
+        config, tensors, notes = text_part(config, tensors)
+    opened = _with_decoded(Checkpoint(root, name, config, generation_config, tensors, notes=notes))
     tensors = opened.tensors
     wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in _DTYPES and not _is_packed(n, ref))
     if wrong:
@@ -298,7 +303,7 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
         note = (
             f"`{place}` names the quantization method `{str(method)[:80]}`, but no tensor is quantized: it is ignored"
         )
-        return replace(checkpoint, config=config, notes=(note,))
+        return replace(checkpoint, config=config, notes=(*checkpoint.notes, note))
     plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in packed.parts}
     parts = {name: checkpoint.tensors[name] for name in packed.parts}
     float_types = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))

@@ -46,7 +46,8 @@ def read_config(checkpoint: Checkpoint) -> Any:
         return make(checkpoint.config)
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
+    config = AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
+    return config if config.model_type == checkpoint.config["model_type"] else config.get_text_config()
 
 
 def build_model(config: Any, checkpoint: Checkpoint) -> Any:

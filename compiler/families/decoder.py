@@ -18,6 +18,8 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.model import (
     MAX_LAYERS,
     AttentionSpec,
+    ConvolutionSpec,
+    DeltaSpec,
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
@@ -45,11 +47,13 @@ class DecoderParts:
     layers: one LayerSpec per layer.
     more: further fields of ModelSpec.
     ties: whether embeddings are tied if config.json does not say.
+    has_activation: whether config.json names the activation of experts.
     """
 
     layers: tuple[LayerSpec, ...]
     more: Mapping[str, Any] = field(default_factory=dict)
     ties: bool = False
+    has_activation: bool = True
 
 
 def alike(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> DecoderParts:
@@ -87,9 +91,21 @@ def _two(keys: tuple[str, ...]) -> tuple[str, str]:
     return keys[0], keys[1] if len(keys) > 1 else ""
 
 
+Mixer = AttentionSpec | ConvolutionSpec | DeltaSpec
+
+
+def layer_of(mixer: Mixer, experts: ExpertsSpec, shared: SharedSpec | None = None) -> LayerSpec:
+    """Return a layer with this mixer. Raises ValueError."""
+    if isinstance(mixer, AttentionSpec):
+        return LayerSpec(mixer, experts, shared)
+    if isinstance(mixer, ConvolutionSpec):
+        return LayerSpec(None, experts, shared, convolution=mixer)
+    return LayerSpec(None, experts, shared, delta=mixer)
+
+
 def layers_of(
     settings: Settings,
-    attentions: Sequence[AttentionSpec],
+    mixers: Sequence[Mixer],
     experts: ExpertsSpec,
     shared: SharedSpec | None,
     are_routed: Sequence[bool],
@@ -98,9 +114,21 @@ def layers_of(
     stated = settings.optional_integer("intermediate_size")
     width = experts.width if all(are_routed) else stated or settings.integer("intermediate_size")
     return tuple(
-        LayerSpec(attention, experts, shared) if is_routed else plain_layer(attention, width)
-        for attention, is_routed in zip(attentions, are_routed, strict=True)
+        layer_of(mixer, experts, shared) if is_routed else plain_layer(mixer, width)
+        for mixer, is_routed in zip(mixers, are_routed, strict=True)
     )
+
+
+def read_plain_layers(settings: Settings, default: Sequence[int] = ()) -> list[bool]:
+    """Return whether each layer is plain, from `mlp_only_layers` and `decoder_sparse_step`. Raises CheckpointError.
+
+    default: the plain layers if config.json has no `mlp_only_layers`.
+    """
+    stated, step = settings.raw("mlp_only_layers"), settings.optional_integer("decoder_sparse_step") or 1
+    stated = default if stated is None else stated
+    if not isinstance(stated, list | tuple) or not all(type(layer) is int for layer in stated):
+        settings.fail("mlp_only_layers", "a list of layers")
+    return [layer in stated or (layer + 1) % step != 0 for layer in range(count_layers(settings))]
 
 
 def plain_first(settings: Settings, default: int) -> list[bool]:
@@ -115,12 +143,8 @@ def read_routed(settings: Settings, are_routed: list[bool]) -> list[bool]:
     are_routed: the result if config.json has no `mlp_layer_types`.
     Raises CheckpointError.
     """
-    kinds, known = settings.raw("mlp_layer_types"), {"dense": False, "sparse": True}
-    if kinds is None:
-        return are_routed
-    if not isinstance(kinds, list) or len(kinds) != len(are_routed) or not all(kind in list(known) for kind in kinds):
-        settings.fail("mlp_layer_types", f"{len(are_routed)} times `dense` or `sparse`")
-    return [known[kind] for kind in kinds]
+    kinds = read_kinds(settings, "mlp_layer_types", ("dense", "sparse"))
+    return are_routed if kinds is None else [kind == "sparse" for kind in kinds]
 
 
 def first_routed(settings: Settings, default: int) -> int:
@@ -137,9 +161,9 @@ def count_layers(settings: Settings) -> int:
     return settings.integer("num_hidden_layers", MAX_LAYERS)
 
 
-def plain_layer(attention: AttentionSpec, width: int) -> LayerSpec:
+def plain_layer(mixer: Mixer, width: int) -> LayerSpec:
     """Return a layer without routed experts, whose feed-forward stays resident. Raises ValueError."""
-    return LayerSpec(attention, ExpertsSpec(0, 0, width, "silu", RouterSpec("softmax", False)), SharedSpec(width))
+    return layer_of(mixer, ExpertsSpec(0, 0, width, "silu", RouterSpec("softmax", False)), SharedSpec(width))
 
 
 def attention_of(
@@ -176,12 +200,19 @@ def read_windows(settings: Settings, windows: list[int], window: int) -> list[in
     window: the size of a sliding window.
     Raises CheckpointError.
     """
-    kinds, known = settings.raw("layer_types"), {"full_attention": 0, "sliding_attention": window}
-    if kinds is None:
-        return windows
-    if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in list(known) for kind in kinds):
-        settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
-    return [known[kind] for kind in kinds]
+    known = {"full_attention": 0, "sliding_attention": window}
+    kinds = read_kinds(settings, "layer_types", tuple(known))
+    return windows if kinds is None else [known[kind] for kind in kinds]
+
+
+def read_kinds(settings: Settings, key: str, known: tuple[str, ...]) -> list[str] | None:
+    """Return the kind of each layer; None if config.json does not say. Raises CheckpointError."""
+    kinds, layers = settings.raw(key), count_layers(settings)
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != layers or not all(kind in list(known) for kind in kinds)
+    ):
+        settings.fail(key, f"{layers} times `{known[0]}` or `{known[1]}`")
+    return kinds
 
 
 def attentions_by_window(settings: Settings, windows: list[int], **more: Any) -> list[AttentionSpec]:
@@ -205,14 +236,20 @@ def attentions_by_window(settings: Settings, windows: list[int], **more: Any) ->
 
 def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:
     """Return the score correction of each expert of a layer, exactly as on disk. Raises CheckpointError."""
-    checkpoint, on_disk = settings.checkpoint, [f"model.layers.{layer}.{name}" for name in names.corrections]
-    name = next((name for name in on_disk if name in checkpoint.tensors), on_disk[0])
+    on_disk = [f"model.layers.{layer}.{name}" for name in names.corrections]
+    name = next((name for name in on_disk if name in settings.checkpoint.tensors), on_disk[0])
+    return read_vector(settings, name, experts)
+
+
+def read_vector(settings: Settings, name: str, size: int) -> tuple[float, ...]:
+    """Return the numbers of a tensor, exactly as on disk. Raises CheckpointError."""
+    checkpoint = settings.checkpoint
     if name not in checkpoint.tensors:
         raise CheckpointError(f"`{checkpoint.root}` has no tensor `{name}`", "copy the checkpoint again")
     values = checkpoint.tensor(name).float().flatten().tolist()
-    if len(values) != experts or not all(map(math.isfinite, values)):
+    if len(values) != size or not all(map(math.isfinite, values)):
         raise CheckpointError(
-            f"tensor `{name}` in `{checkpoint.root}`: expected {experts} finite numbers", "copy the checkpoint again"
+            f"tensor `{name}` in `{checkpoint.root}`: expected {size} finite numbers", "copy the checkpoint again"
         )
     return tuple(values)
 
@@ -230,7 +267,8 @@ def lower_family(
         model = _model_spec(checkpoint, settings, family, parts(settings))
     except ValueError as error:
         raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
-    kinds = ["sliding_attention" if layer.attention.sliding_window else "full_attention" for layer in model.layers]
+    windows = [layer.attention is not None and layer.attention.sliding_window for layer in model.layers]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     normalised = tuple({model.layers[index].experts.router.renormalize for index in model.expert_layers})
     settings.finish({"layer_types": (kinds,), "norm_topk_prob": normalised})
     return lower_decoder(checkpoint, model, names)
@@ -242,7 +280,8 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
     Raises CheckpointError.
     Raises ValueError if settings contradict each other.
     """
-    settings.one_of("hidden_act", ("silu",))
+    if parts.has_activation:
+        settings.one_of("hidden_act", ("silu",))
     tie = settings.boolean("tie_word_embeddings", parts.ties)
     if tie and _head_differs(checkpoint):
         if is_stood_in(checkpoint):
@@ -253,11 +292,11 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
         hidden_size=settings.integer("hidden_size"),
         vocab_size=settings.integer("vocab_size"),
         max_positions=settings.integer("max_position_embeddings"),
-        norm_eps=settings.number("rms_norm_eps"),
+        norm_eps=parts.more.get("norm_eps") or settings.number("rms_norm_eps"),
         tie_embeddings=tie,
         layers=parts.layers,
         eos_token_ids=settings.eos_token_ids(),
-        **parts.more,
+        **{name: value for name, value in parts.more.items() if name != "norm_eps"},
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from moec.manifests.errors import CheckpointError
-from moec.manifests.model import PROJECTIONS, LayerSpec, ModelSpec, UnitKey
+from moec.manifests.model import PROJECTIONS, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, UnitKey
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
@@ -64,7 +65,14 @@ class DecoderNames:
     shared_stack: gate and up of the shared expert in one matrix, and down. Empty: each has its own in `shared`.
     shared_router: the gate of the shared expert.
     corrections: names of the term that is added to scores to choose experts.
-    own: names of other weights that differ from Llama's, by canonical name.
+    plain: gate, up and down of a layer without routed experts.
+    own: names of other weights that differ from Llama's, by canonical name. Those outside the layers are whole.
+    recurrent: names of the weights of a layer with a recurrent state, by canonical name.
+    query_key_value_gate: of a delta rule: one matrix with the queries, keys, values and gates of each head of keys.
+    rate_step: likewise, with its learning rates and steps.
+    query_key_value_rows: of a delta rule: one matrix with all queries, then all keys, then all values.
+    query_gate: one matrix with the query and the output gate of each head of attention.
+    tables: tensors of a layer whose numbers stand in the manifest.
     query_key_value: one matrix of queries, keys and values on disk, empty if each has its own.
     renamed: further names on disk, by canonical name. Those outside the layers are whole.
     is_transposed: stacks are [inputs, outputs], and columns of gate and up alternate.
@@ -80,7 +88,14 @@ class DecoderNames:
     shared_stack: tuple[str, ...] = ()
     shared_router: str = "mlp.shared_expert_gate.weight"
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    plain: tuple[str, str, str] = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
     own: Mapping[str, str] = field(default_factory=dict)
+    recurrent: Mapping[str, str] = field(default_factory=dict)
+    query_key_value_gate: str = ""
+    rate_step: str = ""
+    query_key_value_rows: str = ""
+    query_gate: str = ""
+    tables: tuple[str, ...] = ()
     query_key_value: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
@@ -96,7 +111,8 @@ class DecoderNames:
 def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError if 16-bit types are mixed."""
     places = {
-        **{name: _place(checkpoint, "", on_disk, names.renamed.get(name)) for name, on_disk in _OUTER_NAMES.items()},
+        **{name: _place(checkpoint, "", names.own.get(name, on_disk), names.renamed.get(name))
+           for name, on_disk in _OUTER_NAMES.items()},
         **{f"layers.{at}.{name}": place for at in range(model.num_layers) for name, place in
            _layer_places(checkpoint, model.layers[at], names, f"model.layers.{at}.").items()},
     }  # fmt: skip
@@ -107,7 +123,9 @@ def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames)
     read = [source.name for source in (*dense.values(), *units.values())]
     float_type, notes = common_float_type(checkpoint, read)
     ignored = {name for name in checkpoint.tensors if _plays_no_part(name, model.num_layers)}
-    auxiliary = {name for name in checkpoint.tensors if name.endswith((*names.corrections, SCALES_SUFFIX))} - ignored
+    auxiliary = {
+        name for name in checkpoint.tensors if name.endswith((*names.corrections, *names.tables, SCALES_SUFFIX))
+    } - ignored
     if model.tie_embeddings:
         ignored.add(HEAD)
     return Lowering(
@@ -131,6 +149,7 @@ class _Place:
     heads: the part of each head that is the weight.
     rows: start and stop of the weight in the tensor, and the rows of the tensor; None if it is whole.
     stack: number of experts, first column and column step of the weight in a stack of vectors.
+    taps: positions of a convolution's kernel, [D, 1, taps]; 0 for other weights.
     """
 
     name: str
@@ -138,8 +157,11 @@ class _Place:
     heads: HeadPart | None = None
     rows: tuple[int, int, int] | None = None
     stack: tuple[int, int, int] | None = None
+    taps: int = 0
 
     def source(self, shape: tuple[int, ...]) -> TensorSource:
+        if self.taps:
+            return TensorSource(self.name, (shape[0] // self.taps, 1, self.taps), is_flat=True)
         if self.rows is not None:
             return TensorSource(self.name, (self.rows[2], *shape[1:]), rows=self.rows[:2])
         if self.stack is not None:
@@ -164,12 +186,20 @@ def _place(checkpoint: Checkpoint, prefix: str, name: str, other: str | None) ->
 def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
     """Return where the dense weights of a layer lie. The result covers layers of every kind."""
     renamed = names.renamed
-    usual = {**_LAYER_NAMES, **names.own}
+    usual = {**_LAYER_NAMES, **names.own, **({} if layer.recurrent is None else names.recurrent)}
     places = {name: _place(checkpoint, prefix, on_disk, renamed.get(name)) for name, on_disk in usual.items()}
-    if prefix + names.query_key_value in checkpoint.tensors:
-        places |= _fused_places(layer, prefix, names.query_key_value)
-    latent = layer.attention.latent
-    if latent is not None:
+    if layer.recurrent is not None:
+        places["taps"] = replace(places["taps"], taps=layer.recurrent.taps)
+    if layer.delta is not None:
+        places |= _delta_places(layer.delta, prefix, names)
+    if layer.attention is not None and prefix + names.query_key_value in checkpoint.tensors:
+        places |= _fused_places(layer.attention, prefix, names.query_key_value)
+    if layer.attention is not None and names.query_gate:
+        heads, size, name = layer.attention.num_heads, layer.attention.head_size, prefix + names.query_gate
+        places["query"] = _Place(name, heads=HeadPart(heads, 2 * size, 0, size))
+        places["output_gate"] = _Place(name, heads=HeadPart(heads, 2 * size, size, 2 * size))
+    latent = None if layer.attention is None else layer.attention.latent
+    if layer.attention is not None and latent is not None:
         both, up = latent.plain_size + latent.value_size, prefix + "self_attn.kv_b_proj.weight"
         heads = layer.attention.num_heads
         places["query"] = _Place(prefix + f"self_attn.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
@@ -195,20 +225,42 @@ def _shared_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames
         gate, up = (_Place(gate_up, heads=half) for half in halves)
         return {"shared_gate": gate, "shared_up": up, "shared_down": _Place(down)}
     if not layer.experts.count:
-        on_disk = loaded = "mlp"
-    else:
-        loaded = names.loaded_shared or names.shared[0]
-        is_there = (name for name in names.shared if f"{prefix}{name}.gate_proj.weight" in checkpoint.tensors)
-        on_disk = next(is_there, names.shared[0])
+        return {f"shared_{name}": _Place(prefix + plain) for name, plain in zip(PROJECTIONS, names.plain, strict=True)}
+    loaded = names.loaded_shared or names.shared[0]
+    is_there = (name for name in names.shared if f"{prefix}{name}.gate_proj.weight" in checkpoint.tensors)
+    on_disk = next(is_there, names.shared[0])
     return {
         f"shared_{name}": _Place(f"{prefix}{on_disk}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight")
         for name in ("gate", "up", "down")
     }
 
 
-def _fused_places(layer: LayerSpec, prefix: str, name: str) -> dict[str, _Place]:
+def _delta_places(delta: DeltaSpec, prefix: str, names: DecoderNames) -> dict[str, _Place]:
+    """Return where the weights of a delta rule lie that share a matrix."""
+    heads, shared = delta.key_heads, delta.value_heads // delta.key_heads
+    keys, values = delta.key_size, shared * delta.value_size
+    if names.query_key_value_rows:
+        sizes = {"query": heads * keys, "key": heads * keys, "value": heads * values}
+        stops = list(accumulate(sizes.values()))
+        name = prefix + names.query_key_value_rows
+        return {
+            part: _Place(name, rows=(stop - size, stop, stops[-1]))
+            for (part, size), stop in zip(sizes.items(), stops, strict=True)
+        }
+    places = dict[str, _Place]()
+    for name, parts in (
+        (names.query_key_value_gate, {"query": keys, "key": keys, "value": values, "output_gate": values}),
+        (names.rate_step, {"rate": shared, "step": shared}),
+    ):
+        stops = list(accumulate(parts.values()))
+        for (part, size), stop in zip(parts.items(), stops, strict=True):
+            places[part] = _Place(prefix + name, heads=HeadPart(heads, stops[-1], stop - size, stop))
+    return places
+
+
+def _fused_places(attention: AttentionSpec, prefix: str, name: str) -> dict[str, _Place]:
     """Return where queries, keys and values lie if they follow each other in one matrix and in one bias."""
-    attention, places, start = layer.attention, dict[str, _Place](), 0
+    places, start = dict[str, _Place](), 0
     heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
     rows = sum(heads) * attention.head_size
     for part, count in zip(("query", "key", "value"), heads, strict=True):

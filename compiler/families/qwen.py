@@ -21,6 +21,7 @@ from .decoder import (
     count_layers,
     experts_of,
     layers_of,
+    read_plain_layers,
     read_routed,
     read_windows,
 )
@@ -107,9 +108,5 @@ def _layers(
 
     plain: the plain layers if config.json has no `mlp_only_layers`.
     """
-    stated, step = settings.raw("mlp_only_layers"), settings.optional_integer("decoder_sparse_step") or 1
-    stated = plain if stated is None else stated
-    if not isinstance(stated, list | tuple) or not all(type(layer) is int for layer in stated):
-        settings.fail("mlp_only_layers", "a list of layers")
-    are_routed = [layer not in stated and (layer + 1) % step == 0 for layer in range(len(attentions))]
+    are_routed = [not is_plain for is_plain in read_plain_layers(settings, plain)]
     return DecoderParts(layers_of(settings, attentions, experts, shared, are_routed))

@@ -23,7 +23,8 @@ _STRETCHED = {
     },
 }  # fmt: skip
 _OTHER_NAMES = {"deepseek_yarn": "yarn"}
-_PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_SECTIONS = {"mrope_section", "mrope_interleaved"}  # by time, height and width; in a text all three are the position
+_PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SECTIONS}
 _EARLY_THETA = 10_000.0
 
 

@@ -167,7 +167,7 @@ def _differs(checkpoint: Checkpoint, name: str) -> bool:
 def _source(tensor: str, name: str, shape: tuple[int, ...], model: ModelSpec) -> TensorSource:
     if not name.endswith(".relative_bias"):
         return TensorSource(tensor, shape)
-    heads = model.layers[0].attention.num_heads
+    heads = model.attentions[0].num_heads
     return TensorSource(tensor, (shape[0] // heads, heads), is_flat=True)
 
 

@@ -9,7 +9,7 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
-from moec.profiles.memory_floor import answers_kv_bytes
+from moec.profiles.memory_floor import answers_kv_bytes, kv_bytes
 
 from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
@@ -75,7 +75,7 @@ def _slot_bytes(prepared: Prepared) -> int:
     for split in prepared.splits:
         right, _ = _encoded(prepared, split, split.test.items[:SAMPLE_ITEMS], prepared.shots[split.task.name])
         longest = max([longest, *(len(prompt) + split.task.max_new_tokens for prompt, _ in right)])
-    return model.kv_bytes_per_position * min(longest, model.default_context)
+    return kv_bytes(model, min(longest, model.default_context))
 
 
 def count_mode_answers(prepared: Prepared, work: ModesWork) -> tuple[int, float, float, float]:

@@ -116,7 +116,7 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
                 if getattr(config, name, None) is not None:
                     setattr(config, name, value)
             model = build_model(config, lowering.checkpoint)
-            model.get_decoder().norm = nn.Identity()
+            setattr(model.get_decoder(), lowering.loaded["final_norm"].split(".")[-2], nn.Identity())
             single = SingleLayer(model, model.get_decoder(), take_sorted_experts(model))
     single.model.eval().requires_grad_(False)
     if (single.experts is not None) != is_routed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moec.manifests.errors import PlanError
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import ModelSpec, keeps_16_bits
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from ..families import Lowering
@@ -81,7 +81,7 @@ def dense_spec(
     If the group size does not divide the columns, the format has one scale per row.
     """
     plain = QuantSpec(16, float_type=float_type)
-    if bits == 16 or len(shape) == 1 or name.endswith("router"):
+    if bits == 16 or keeps_16_bits(name, shape):
         return plain
     grouped, per_row = QuantSpec(bits, group_size, symmetric), QuantSpec(bits, 0, symmetric)
     return grouped if grouped.fits(shape[-1]) else per_row if per_row.fits(shape[-1]) else plain

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moec.manifests.errors import OptionError
-from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey, keeps_16_bits
 from moec.manifests.progress import Progress
 from moec.manifests.quant import FloatType, QuantSpec
 
@@ -74,7 +74,7 @@ class SensitivityTable:
 def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
     """Return all dense weights that may go below 16 bits, in groups."""
     groups = [DenseGroup("embedding", ("embedding",))]
-    matrices = [name for name, shape in model.dense_shapes().items() if len(shape) == 2 and not name.endswith("router")]
+    matrices = [name for name, shape in model.dense_shapes().items() if not keeps_16_bits(name, shape)]
     for layer in range(model.num_layers):
         of_layer = [name for name in matrices if name.startswith(f"layers.{layer}.")]
         shared = tuple(name for name in of_layer if ".shared_" in name)

@@ -30,6 +30,9 @@ WeightName = UnitKey | str
 """One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
 Replaced = Callable[[WeightName], Tensor | None]
 """The weight that takes the place of the checkpoint's own; None for its own."""
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_LOG_RATES, _STEP_BIASES = "A_log", "dt_bias"
+"""Names in transformers' models of numbers that stand in the ModelSpec."""
 _LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
 
 
@@ -59,11 +62,12 @@ class LoadedLayer:
             self._kinds[kind] = build_single_layer(self._lowering, layer)
             self._kinds[kind].model.to(self.device)
         self.single = self._kinds[kind]
-        if spec.experts.router.correction:
-            model = self.single.model
-            for name, values in (*model.named_buffers(), *model.named_parameters()):
-                if name.endswith(("e_score_correction_bias", ".expert_bias")):
-                    values.data.copy_(torch.tensor(spec.experts.router.correction).view(values.shape))
+        stated = dict.fromkeys(_CORRECTIONS, spec.experts.router.correction)
+        if spec.delta is not None:
+            stated |= {_LOG_RATES: spec.delta.log_rates, _STEP_BIASES: spec.delta.step_biases}
+        for name, values in (*self.single.model.named_buffers(), *self.single.model.named_parameters()):
+            if numbers := stated.get(name.rpartition(".")[2]):
+                values.data.copy_(torch.tensor(numbers).view(values.shape))
 
     @property
     def experts(self) -> Any:
@@ -136,7 +140,10 @@ class LoadedLayer:
         """Return the memory of one weight of the loaded layer on its device, float32, shaped like TensorSource.view."""
         if isinstance(name, UnitKey):
             return projection_of(self.experts, name.expert, name.projection)
-        return self._lowering.dense[name].view(self.single.model.get_parameter(self._parameter_name(name)).data)
+        source, loaded = self._lowering.dense[name], self.single.model.get_parameter(self._parameter_name(name)).data
+        if source.rows is not None and loaded.shape[0] == source.shape[0]:  # here too several weights share a matrix
+            loaded = loaded[slice(*source.rows)]
+        return source.view(loaded)
 
     def _parameter_name(self, name: str) -> str:
         """Return the parameter of the loaded layer that holds a dense weight."""
@@ -186,7 +193,7 @@ class LoadedLayer:
     def normed(self, states: Tensor) -> Tensor:
         """Apply the norm after the last layer, times the scale of the logits. [A, D] -> [A, D]."""
         shape, eps, scale = (states.shape[-1],), self.model.norm_eps, self.model.logits_scale
-        weight = self.own("final_norm").float() * scale
+        weight = (self.own("final_norm").float() + self.model.norm_offset) * scale
         if self.model.norm == "rms":
             return functional.rms_norm(states, shape, weight, eps)
         bias = self.own("final_norm_bias").float() * scale

@@ -14,7 +14,7 @@ from math import prod
 from moec.manifests.model import ModelSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
-from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
+from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT, kv_bytes
 
 from ..effort import Effort
 from .texts import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD, TOKENS_PER_FORWARD
@@ -25,8 +25,8 @@ _FLOAT = 4
 _HALF = 2
 
 
-LayerKind = tuple[bool, bool, int, RopeSpec | None, int]
-"""Whether a layer routes, whether it decodes, its sliding window, its rotary embedding, and its heads.
+LayerKind = tuple[bool, bool, type | None, int, RopeSpec | None, int]
+"""Whether a layer routes, whether it decodes, its recurrent mixer, its window, its rotary embedding, and its heads.
 
 Layers of a kind differ only in their weights, so one torch module computes all of them.
 """
@@ -35,8 +35,10 @@ Layers of a kind differ only in their weights, so one torch module computes all 
 def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     """Return the kind of a layer."""
     spec = model.layers[layer]
-    decodes, attention = layer >= model.first_decoder_layer, spec.attention
-    return bool(spec.experts.count), decodes, attention.sliding_window, attention.rope, attention.num_heads
+    is_routed, decodes, attention = bool(spec.experts.count), layer >= model.first_decoder_layer, spec.attention
+    if attention is None:
+        return is_routed, decodes, type(spec.recurrent), 0, None, 0
+    return is_routed, decodes, None, attention.sliding_window, attention.rope, attention.num_heads
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
@@ -133,7 +135,7 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
     experts = max(expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
-    cache = model.kv_bytes_per_position * model.default_context
+    cache = kv_bytes(model, model.default_context)
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
     scratch = _FLOAT * MAX_PASS_TOKENS * (9 * model.hidden_size + widest)
     scratch += 2 * _FLOAT * LOGITS_ROWS_PER_SLOT * ANSWER_SLOTS * model.vocab_size  # logits, and a copy

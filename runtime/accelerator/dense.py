@@ -21,7 +21,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
 
 from .. import kernels
-from ..layers.attention import AttentionBlock, DensePart
+from ..layers.attention import DensePart, MixerBlock
 from ..layers.kv_cache import KVCache
 from .latency import fit_line, median_ns
 from .placement import UNPACKING_BYTES
@@ -48,12 +48,12 @@ def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int)
     on the CPU. Keys and values are counted for all slots and positions.
     """
     model = manifest.model
-    shapes = [attention_shapes(layer.attention, model.hidden_size) for layer in model.layers]
+    shapes = [attention_shapes(attention, model.hidden_size) for attention in model.attentions]
     matrices = [prod(shape) for named in shapes for name, shape in named.items() if name != "attention_norm"]
     attention, head = sum(matrices), model.vocab_size * model.hidden_size
     # The largest matrix is unpacked part by part.
     unpacked = min(max([head, *matrices]), UNPACKED_AT_ONCE + 16 * model.hidden_size)
-    kinds = {layer.attention.rope for layer in model.layers}
+    kinds = {attention.rope for attention in model.attentions}
     angles = sum(context * rope.rotary_size for rope in kinds if rope is not None)
     cached = model.kv_bytes_per_position * context * slots
     resident_bytes = _FLOAT_BYTES * (attention + head + angles) + cached + shared_bytes(manifest)
@@ -70,8 +70,7 @@ def shared_bytes(manifest: BundleManifest) -> int:
 def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
     """Return the bytes needed while a pass computes attention or the head."""
     widest = 0
-    for layer in model.layers:
-        attention = layer.attention
+    for attention in model.attentions:
         features = attention.num_heads * max(attention.head_size, attention.cache_size)
         features += 2 * attention.num_kv_heads * max(attention.head_size, attention.cache_size)
         # A query needs three copies of its scores, and copies of keys and values.
@@ -129,7 +128,7 @@ class DenseLatency:
 class AttentionSide:
     """Attention of one layer on one side, with the keys and values that it writes."""
 
-    block: AttentionBlock
+    block: MixerBlock
     keys: Any
     values: Any
 

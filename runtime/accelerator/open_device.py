@@ -123,11 +123,13 @@ def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
         if options.accelerator_dense == "device":
             raise OptionError("keys and values on an accelerator are float32", "leave out `--kv float16`")
         return False
-    if manifest.model.encoder is None:
+    model = manifest.model
+    if model.encoder is None and not model.state_bytes:
         return options.accelerator_dense != "host"
     if options.accelerator_dense == "device":
+        part = "an encoder" if model.encoder is not None else "recurrent layers"
         raise OptionError(
-            "the dense weights of a model with an encoder are computed by the CPU", "leave out `accelerator-dense`"
+            f"the dense weights of a model with {part} are computed by the CPU", "leave out `accelerator-dense`"
         )
     return False
 

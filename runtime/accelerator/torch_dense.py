@@ -24,7 +24,7 @@ class Attention(Protocol):
     """Attention of one layer, without the norm before it and the sum after it."""
 
     def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """Compute attention like an AttentionBlock, but return the result, [T, D], instead of adding it.
+        """Compute attention like an MixerBlock, but return the result, [T, D], instead of adding it.
 
         normed: [T, D].
         """
@@ -93,12 +93,12 @@ def dense_on(
     size_bytes: see DenseOnDevice.
     Raises torch's own errors if the device is full.
     """
-    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    ropes = {attention.rope for attention in model.attentions if attention.rope is not None}
     rotary = {rope: TorchRotary(RotaryTables(rope, context), device) for rope in ropes}
     places = PlacesOnDevice(device)
 
     def attention(at: int) -> Attention:
-        spec, weights = model.layers[at].attention, layer_weights(dense, at)
+        spec, weights = model.attentions[at], layer_weights(dense, at)
         tables = None if spec.rope is None else rotary[spec.rope]
         if spec.latent is None:
             return TorchHeadAttention(spec, weights, model.norm_eps, tables, places, device)

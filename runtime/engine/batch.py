@@ -234,6 +234,8 @@ class _Answers:
             item.prompt = text
             if self._shared:
                 self._take_shared(item)
+            elif item.draft:
+                engine.kv.keep(item.slot, len(item.prompt))
         parts = [TextPart(item.slot, (item.prompt + item.draft)[self._shared :], self._shared) for item in items]
         for computed_parts, hidden in text_passes(engine, parts):
             for computed in computed_parts:
@@ -245,6 +247,18 @@ class _Answers:
         for item in items:
             self._drafted += len(item.draft)
             self._right += common_length(item.draft, item.produced)
+        self._go_back([item for item in items if item.draft and not item.is_finished])
+
+    def _go_back(self, items: Sequence[RunningSequence]) -> None:
+        """Bring recurrent states back from the ends of drafts to the tokens that were right."""
+        usable = self._engine.kv.usable
+        parts = list[TextPart]()
+        for item in items:
+            text = item.prompt + item.produced[:-1]
+            first = usable(item.slot, len(text))
+            parts.append(TextPart(item.slot, text[first:], first))
+        for _ in text_passes(self._engine, parts):
+            pass
 
     def _take_shared(self, item: RunningSequence) -> None:
         """Let the slot of a sequence hold the tokens that all prompts begin with."""
@@ -256,6 +270,7 @@ class _Answers:
             self._engine.copy_prefix(slots[self._holders[0]], slots[item.slot], self._shared)
         else:
             return
+        self._engine.kv.keep(item.slot, self._shared)
         self._holders.append(item.slot)
 
 

@@ -175,6 +175,7 @@ class _SharedContexts:
         placement = self._pool.place(context)
         if placement.source is not None:
             engine.copy_prefix(placement.source, placement.slot, placement.reused)
+        engine.kv.keep(placement.slot.index, len(context))
         return _Running(context, continuations, placement.slot, placement.reused)
 
     def _compute_contexts(self, batch: Sequence[_Running]) -> None:

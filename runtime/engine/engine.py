@@ -152,7 +152,7 @@ class Engine:
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
         has_capacities = any(layer.experts.router.capacity for layer in self.model.spec.layers)
         self.logits_rows = LOGITS_ROWS_PER_SLOT * self.options.slots
-        self.slots = SlotPool(self.options.slots, self.model.spec.encoder is None and not has_capacities)
+        self.slots = SlotPool(self.options.slots, self.model.spec.encoder is None and not has_capacities, self.kv)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
 
@@ -190,7 +190,7 @@ class Engine:
         if on_device and dense is None:
             raise OptionError("no accelerator holds the dense weights", "add `--set accelerator-dense=device`")
         dense_part, kv = (dense.part, dense.kv) if on_device and dense is not None else self.dense_on_host
-        self.model.dense_part, self.kv = dense_part, kv
+        self.model.dense_part, self.kv, self.slots.kv = dense_part, kv, kv
         if self.accelerator is not None:
             self.accelerator.uses_dense = on_device
         self.slots.begin(keeps_tokens=False)
@@ -215,11 +215,11 @@ class Engine:
 
     def _arrange_slots(self, options: RuntimeOptions, memory: MemoryPlan) -> None:
         dense_part, _ = self.dense_on_host
-        del self.kv, self.dense_on_host  # its memory is given back before there is a second one
+        del self.kv, self.slots.kv, self.dense_on_host  # its memory is given back before there is a second one
         self.options, self.memory = options, memory
         self.kv = KVCache(self.model.spec, options.slots, memory.context, options.kv)
         self.dense_on_host = dense_part, self.kv
-        self.slots = SlotPool(options.slots, self.slots.can_reuse)
+        self.slots = SlotPool(options.slots, self.slots.can_reuse, self.kv)
         self._sequence += 1
         if self._elastic is not None:
             self._elastic.begin(options.slots, memory.context)
@@ -468,9 +468,12 @@ class Engine:
         """Run a stack of the model over a flat batch. The expert cache gets the size that the batch leaves free."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
-        result = run(
-            np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv
-        )
+        in_slots, at, states = np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv.states
+        if states is not None:
+            states.begin_pass(in_slots, at)
+        result = run(np.asarray(tokens, np.int64), in_slots, at, self.kv)
+        if states is not None:
+            states.end_pass()
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
         if self.storage.mode == "mmap":

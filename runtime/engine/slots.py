@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..layers.kv_cache import KVCache
+
+KEPT_BEFORE_END = 16
+"""Tokens at the end of a prompt that a later one may lack: the next turn of a chat writes them in another way."""
+
 
 @dataclass(slots=True)
 class Slot:
@@ -38,11 +43,12 @@ class SlotPool:
     """All slots. A request gets the keys and values of the longest common beginning, from its slot or by a copy.
 
     can_reuse: whether keys and values depend on nothing but the tokens before. A slot may then be reused.
+    kv: what the slots keep. A slot with recurrent states goes on after few of its positions only.
     """
 
-    def __init__(self, count: int, can_reuse: bool) -> None:
+    def __init__(self, count: int, can_reuse: bool, kv: KVCache) -> None:
         self.slots = [Slot(index) for index in range(count)]
-        self.can_reuse, self._requests = can_reuse, 0
+        self.can_reuse, self.kv, self._requests = can_reuse, kv, 0
 
     def begin(self, keeps_tokens: bool) -> None:
         """Make all slots free. They hold nothing then, unless `keeps_tokens`."""
@@ -60,8 +66,10 @@ class SlotPool:
         """Return the most tokens at the beginning of a text that a slot holds, and the slot. One token is left over."""
         if not self.can_reuse:
             return 0, None
-        closest = max(self.slots, key=lambda slot: (common_length(slot.tokens, tokens), slot.is_free, slot.used))
-        length = min(common_length(closest.tokens, tokens), len(tokens) - 1)
+        most = len(tokens) - 1
+        lengths = [self.kv.usable(slot.index, min(common_length(slot.tokens, tokens), most)) for slot in self.slots]
+        closest = max(self.slots, key=lambda slot: (lengths[slot.index], slot.is_free, slot.used))
+        length = lengths[closest.index]
         return (length, closest) if length > 0 else (0, None)
 
     def place(self, tokens: Sequence[int], reuses: bool = True) -> Placement:
@@ -77,7 +85,12 @@ class SlotPool:
             slot, source = source, None
         self._requests += 1
         slot.is_free, slot.used = False, self._requests
+        shared = max(common_length(other.tokens, tokens) for other in self.slots) if reuses else 0
         slot.tokens = [] if source is not None else slot.tokens[:length]
+        # Other texts may go on where two have parted, else this one close to its end.
+        is_branch = length + KEPT_BEFORE_END < shared < len(tokens)
+        is_branch = is_branch or (source is None and 0 < shared == length == self.kv.kept(slot.index))
+        self.kv.keep(slot.index, shared if is_branch else max(len(tokens) - KEPT_BEFORE_END, 0))
         return Placement(slot, length, source)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
-from . import attention_layer, latent_layer, lookahead, packed_matrix, reference
+from . import attention_layer, latent_layer, lookahead, packed_matrix, recurrent_layers, reference
 from .extension import (
     MAX_THREADS,
     NUMPY,
@@ -36,6 +36,8 @@ __all__ = [
     "NUMPY",
     "AttentionLayer",
     "AttentionRule",
+    "ConvolutionLayer",
+    "DeltaLayer",
     "Expert",
     "LatentLayer",
     "PackedMatrix",
@@ -56,6 +58,7 @@ __all__ = [
     "linear",
     "linears",
     "loaded",
+    "mix",
     "rms_norm",
     "rope",
     "route",
@@ -134,6 +137,26 @@ class AttentionLayer(attention_layer.AttentionLayer):
 
 class LatentLayer(latent_layer.LatentLayer):
     """Weights of latent attention, bound to the extension. Fields: `latent_layer.LatentLayer`.
+
+    Raises ValueError if their shapes do not fit each other.
+    """
+
+    def __post_init__(self) -> None:
+        self.native = _bound(self)
+
+
+class ConvolutionLayer(recurrent_layers.ConvolutionLayer):
+    """Weights of a short convolution, bound to the extension. Fields: `recurrent_layers.ConvolutionLayer`.
+
+    Raises ValueError if their shapes do not fit each other.
+    """
+
+    def __post_init__(self) -> None:
+        self.native = _bound(self)
+
+
+class DeltaLayer(recurrent_layers.DeltaLayer):
+    """Weights of the gated delta rule, bound to the extension. Fields: `recurrent_layers.DeltaLayer`.
 
     Raises ValueError if their shapes do not fit each other.
     """
@@ -299,19 +322,33 @@ def attention(
 
 
 def attend(
-    layer: AttentionLayer | LatentLayer, hidden: Floats, k_cache: Floats, v_cache: Floats, places: TokenPlaces
+    layer: AttentionLayer | LatentLayer, hidden: Floats, state: Sequence[np.ndarray], places: TokenPlaces
 ) -> None:
     """Add a layer's attention to the residual stream: norm, products, cache, attention, output.
 
     The bits are those of the single steps. The keys and values of the tokens are stored in the cache.
     hidden: [T, D], read and written.
-    k_cache, v_cache: [S, cache heads, C, cache size], float32 or float16.
+    state: keys and values, [S, cache heads, C, cache size] each, float32 or float16.
     Raises ValueError.
     """
     if compiled() is None:
-        layer.attend_in_steps(reference, hidden, k_cache, v_cache, places)
+        layer.mix_in_steps(reference, hidden, state, places)
     else:
-        layer.native.attend(hidden, k_cache, v_cache, places.slots, places.positions, places.ends)
+        layer.native.attend(hidden, *state, places.slots, places.positions, places.ends)
+
+
+def mix(layer: ConvolutionLayer | DeltaLayer, hidden: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> None:
+    """Add the output of a layer with a recurrent state to the residual stream.
+
+    The bits of a token depend on the tokens before it in its slot alone, not on how a text is split into passes.
+    hidden: [T, D], read and written. The tokens of a slot are adjacent and in order.
+    state: live and kept arrays of each part, and `kept_at`, as in `layers.recurrent_states`; written.
+    Raises ValueError.
+    """
+    if compiled() is None:
+        layer.mix_in_steps(reference, hidden, state, places)
+    else:
+        layer.native.mix(hidden, *state, places.slots, places.positions)
 
 
 def experts_layer(

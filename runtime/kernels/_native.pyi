@@ -118,6 +118,52 @@ class LatentLayer:
         ends: Int32s | None = None,
     ) -> None: ...
 
+class ConvolutionLayer:
+    """Weights of a short convolution. Fields: kernels.ConvolutionLayer. Keeps references."""
+
+    def __init__(
+        self,
+        norm: tuple[Floats, Floats | None, Floats | None],
+        norm_eps: float,
+        input: PackedMatrix,
+        taps: Floats,
+        output: PackedMatrix,
+        residual_scale: float,
+    ) -> None: ...
+    def mix(
+        self, hidden: Floats, live: Floats, kept: Floats, kept_at: Int32s, slots: Int32s, positions: Int32s
+    ) -> None: ...
+
+class DeltaLayer:
+    """Weights of the gated delta rule. Fields: kernels.DeltaLayer. Keeps references."""
+
+    def __init__(
+        self,
+        norm: tuple[Floats, Floats | None, Floats | None],
+        norm_eps: float,
+        matrices: tuple[PackedMatrix, ...],
+        taps: Floats,
+        decay_rate: Floats,
+        step_bias: Floats,
+        length_scales: tuple[Floats, Floats],
+        output_norm: Floats,
+        output_norm_eps: float,
+        key_heads: int,
+        value_heads: int,
+        residual_scale: float,
+    ) -> None: ...
+    def mix(
+        self,
+        hidden: Floats,
+        live_rows: Floats,
+        kept_rows: Floats,
+        live: Floats,
+        kept: Floats,
+        kept_at: Int32s,
+        slots: Int32s,
+        positions: Int32s,
+    ) -> None: ...
+
 def available() -> tuple[str, ...]: ...
 def active() -> str: ...
 def select(name: str) -> None: ...
@@ -330,9 +376,9 @@ class ExpertLayers:
     - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None; `after_norm`: float32 [D] of
       an RMS norm of the sum, or None.
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
-    - `rule`: None for a plain softmax, else seven values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`),
+    - `rule`: None for a plain softmax, else eight values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`),
       the correction or None, the number of groups, how many are kept, whether the best two rate a group, the margin,
-      and whether logits are corrected.
+      whether logits are corrected, and what is added to the sum of the weights.
     - `shared`: Expert or None; `shared_router`: PackedMatrix [1, D] or None.
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
     - `experts`: one Expert per row of the router; None for one that is left out.

@@ -48,9 +48,8 @@ class AttentionLayer(StreamLayer):
     gate: PackedMatrix | None = None
     gate_function: str = "sigmoid"
 
-    def _attend(
-        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
-    ) -> Floats:
+    def _mix(self, steps: Any, normed: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> Floats:
+        k_cache, v_cache = state
         count = len(normed)
         *sources, output = self.matrices
         flat = [np.empty((count, matrix.rows), np.float32) for matrix in sources]

@@ -12,6 +12,7 @@ P plain features, R rotated features of a query; Q latent features; V features o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,8 @@ class LatentLayer(StreamLayer):
     scale: float
     query_down: PackedMatrix | None = None
 
-    def _attend(
-        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
-    ) -> Floats:
+    def _mix(self, steps: Any, normed: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> Floats:
+        k_cache, v_cache = state
         """Compute attention. The cache is one array, [S, 1, C, Q + R], in both k_cache and v_cache."""
         count, heads = len(normed), len(self.key_up)
         rank, plain = self.key_up[0].rows, self.key_up[0].columns

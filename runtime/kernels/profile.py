@@ -23,6 +23,7 @@ TIMED = (
     "layer_norm",
     "linear",
     "linears",
+    "mix",
     "rms_norm",
     "rope",
     "route",

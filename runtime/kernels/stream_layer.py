@@ -1,10 +1,11 @@
-"""The connections of attention to the residual stream: the norm before it, and the scaled sum after it.
+"""The ends of attention or of a recurrent layer at the residual stream: the norm before, the scaled sum after it.
 
 Shape letters: T tokens, N rows, D hidden, S slots, C context.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,9 @@ class AttentionRule:
 
 @dataclass(kw_only=True)
 class StreamLayer:
-    """A layer of attention, from the residual stream back to the residual stream. Subclasses compute the attention.
+    """A layer that combines tokens, from the residual stream back to the residual stream. Subclasses combine them.
 
-    norm: weight of the norm before attention, float32 [D].
+    norm: weight of the norm before it, float32 [D].
     norm_eps: its epsilon.
     norm_bias: float32 [D]: the norm is a layer norm. None: it is an RMS norm.
     after_norm: weight of an RMS norm of the result, float32 [D], or None.
@@ -66,24 +67,21 @@ class StreamLayer:
     def __post_init__(self) -> None:
         """Make the form that other kernels keep; numpy needs none."""
 
-    def attend_in_steps(
-        self, steps: Any, hidden: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
-    ) -> None:
-        """Compute `kernels.attend` by single operations.
+    def mix_in_steps(self, steps: Any, hidden: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> None:
+        """Compute `kernels.attend` or `kernels.mix` by single operations.
 
         steps: the module with the operations, `reference` or `kernels`.
+        state: keys and values, or the arrays of a recurrent state.
         """
         normed = norm_stream(steps, hidden, self.norm, self.norm_bias, self.norm_eps)
-        added = self._attend(steps, normed, k_cache, v_cache, places)
+        added = self._mix(steps, normed, state, places)
         if self.after_norm is not None:
             steps.rms_norm(added, self.after_norm, self.norm_eps, added)
         added *= np.float32(self.residual_scale)
         hidden += added
 
-    def _attend(
-        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
-    ) -> Floats:
-        """Return the attention of the normed stream, [T, D] -> [T, D], a new array. Stores keys and values."""
+    def _mix(self, steps: Any, normed: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> Floats:
+        """Return the layer's output for the normed stream, [T, D] -> [T, D], a new array. Writes to its state."""
         raise NotImplementedError
 
 

@@ -17,6 +17,7 @@ from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec, RelativeB
 from .. import kernels
 from ..kernels.elementary import natural_log, power, sine_cosine
 from .norms import Norm
+from .recurrent import recurrent_block
 
 
 def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
@@ -76,14 +77,14 @@ Weights = Mapping[str, Any]
 """Weights of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
 
 
-class AttentionBlock(Protocol):
-    """Attention of one layer, from the residual stream to the residual stream."""
+class MixerBlock(Protocol):
+    """The mixer of one layer, from the residual stream to the residual stream."""
 
-    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> None:
-        """Store keys and values of T tokens, and add the attention output to the residual stream.
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, *state: Any) -> None:
+        """Store what later tokens need of T tokens, and add the output to the residual stream.
 
         hidden: residual stream, float32 [T, D], changed in place.
-        keys, values: [S, cache heads, C, cache size], arrays of the device that computes this attention.
+        state: `KVCache.of_layer`. Keys and values, [S, cache heads, C, cache size], or recurrent states.
         """
         ...
 
@@ -98,11 +99,11 @@ def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
 class DensePart:
     """Computations that an accelerator can do instead of the CPU.
 
-    blocks: attention of each layer.
+    blocks: mixer of each layer.
     head: product of the head, float32 [n, D] -> [n, V].
     """
 
-    blocks: Sequence[AttentionBlock]
+    blocks: Sequence[MixerBlock]
     head: Callable[[np.ndarray], np.ndarray]
 
 
@@ -113,7 +114,7 @@ def make_block(
     norm: Norm,
     rotary: RotaryTables | None = None,
     bias: np.ndarray | None = None,
-) -> AttentionBlock:
+) -> MixerBlock:
     """Return the attention of a layer.
 
     bias: [H, 2 C - 1], see relative_bias.bias_by_distance.
@@ -175,8 +176,8 @@ class HeadAttention:
             residual_scale=model.residual_scale,
         )
 
-    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
-        kernels.attend(self._layer, hidden, keys, values, places)
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, *state: Any) -> None:
+        kernels.attend(self._layer, hidden, state, places)
 
 
 class LatentAttention:
@@ -210,8 +211,8 @@ class LatentAttention:
             residual_scale=residual_scale,
         )
 
-    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
-        kernels.attend(self._layer, hidden, keys, values, places)
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, *state: Any) -> None:
+        kernels.attend(self._layer, hidden, state, places)
 
 
 def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMatrix, ...]:
@@ -221,31 +222,34 @@ def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMa
     return tuple(kernels.PackedMatrix(data, rows, matrix.columns, matrix.spec) for data in parts)
 
 
-def attention_blocks(
+def mixer_blocks(
     model: ModelSpec, dense: Weights, weights: Sequence[Weights], norms: Mapping[str, Norm], context: int
-) -> list[AttentionBlock]:
-    """Return the attention of each layer. Layers with the same rotary embedding share its tables.
+) -> list[MixerBlock]:
+    """Return the mixer of each layer. Layers with the same rotary embedding share its tables.
 
     dense: all dense weights by name. weights: those of each layer.
     context: positions of the cache, C.
     """
-    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    ropes = {attention.rope for attention in model.attentions if attention.rope is not None}
     rotary = {rope: RotaryTables(rope, context) for rope in ropes}
     # Biases by distance of the encoder (True) and of the decoder (False), as far as there are any.
     biases = {}
     for sees_ahead in (True, False) if model.encoder is not None else (False,):
         first = 0 if sees_ahead else model.first_decoder_layer
-        spec = model.layers[first].attention.relative_bias
+        attention = model.layers[first].attention
+        spec = None if attention is None else attention.relative_bias
         if spec is not None:
             table = dense[f"layers.{first}.relative_bias"]
             biases[sees_ahead] = bias_by_distance(table, spec, context, sees_ahead)
-    blocks = []
+    blocks: list[MixerBlock] = []
     for at, layer in enumerate(model.layers):
-        tables = None if layer.attention.rope is None else rotary[layer.attention.rope]
-        bias = biases.get(at < model.first_decoder_layer)
-        blocks.append(
-            make_block(model, layer.attention, weights[at], norms[f"layers.{at}.attention_norm"], tables, bias)
-        )
+        norm = norms[f"layers.{at}.attention_norm"]
+        if layer.attention is not None:
+            tables = None if layer.attention.rope is None else rotary[layer.attention.rope]
+            bias = biases.get(at < model.first_decoder_layer)
+            blocks.append(make_block(model, layer.attention, weights[at], norm, tables, bias))
+        elif layer.recurrent is not None:
+            blocks.append(recurrent_block(model, layer.recurrent, weights[at], norm))
     return blocks
 
 

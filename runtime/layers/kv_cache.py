@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, allocated once for all slots.
+"""The memory of earlier tokens, allocated once for all slots: keys and values, and states of recurrent layers.
 
 With one native call per layer, `store_kv` in native/attention/attention_layer.cpp writes the rows.
 """
@@ -15,6 +15,7 @@ from moec.manifests.model import ModelSpec
 
 from ..options.runtime import KvType
 from ..storage.arena import map_anonymous
+from .recurrent_states import RecurrentStates
 
 KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
 
@@ -26,6 +27,9 @@ class KVCache:
     Latent attention has one array for both: its values are the first features of its keys.
     All layers of an encoder share one pair of arrays.
 
+    keys, values: by layer; None for a recurrent layer.
+    of_layer: what the mixer of each layer takes: its keys and values, or its states.
+    states: of recurrent layers; None if the model has none.
     cross_keys, cross_values: keys and values of the prompt, by layer of a decoder with an encoder.
     prompt_lengths: positions of each slot's prompt, int32 [S].
     """
@@ -39,18 +43,40 @@ class KVCache:
         self.prompt_lengths = np.zeros(slots, np.int32)
         self._prompts, self._known_prompts = np.zeros(slots, np.int64), 0
         self._first = model.first_decoder_layer
+        is_recurrent = any(layer.recurrent is not None for layer in model.layers)
+        self.states = RecurrentStates(model, slots, self.floats) if is_recurrent else None
         for index, layer in enumerate(model.layers):
             if 0 < index < self._first:
                 self.keys.append(self.keys[0])
                 self.values.append(self.values[0])
                 continue
             attention = layer.attention
+            if attention is None:
+                self.keys.append(None)
+                self.values.append(None)
+                continue
             shape = (slots, attention.cache_heads, context, attention.cache_size)
             self.keys.append(self.zeros(shape))
             self.values.append(self.zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
             if layer.cross is not None:
                 shape = (slots, layer.cross.cache_heads, context, layer.cross.cache_size)
                 self.cross_keys[index], self.cross_values[index] = self.zeros(shape), self.zeros(shape)
+        self.of_layer: list[tuple[Any, ...]] = list(zip(self.keys, self.values, strict=True))
+        for index, arrays in ({} if self.states is None else self.states.layers).items():
+            self.of_layer[index] = arrays
+
+    def usable(self, slot: int, length: int) -> int:
+        """Return the most positions, up to `length`, after which the text in this slot can go on."""
+        return length if self.states is None else self.states.usable(slot, length)
+
+    def kept(self, slot: int) -> int:
+        """Return the number of positions after which this slot has a kept state, 0 without one."""
+        return 0 if self.states is None else self.states.kept(slot)
+
+    def keep(self, slot: int, position: int) -> None:
+        """Let the text in this slot go on after this number of positions later. Without states it always can."""
+        if self.states is not None:
+            self.states.keep(slot, position)
 
     def begin_prompt(self, slot: int, length: int) -> None:
         """Set the length of the slot's new prompt."""
@@ -60,10 +86,10 @@ class KVCache:
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
         """Copy to each slot i the first positions and the prompt of slot parents[i], all at once."""
         steps = _copies(parents)
-        for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
-            self._copy_runs(keys, steps, positions)
-            if values is not keys:
-                self._copy_runs(values, steps, positions)
+        for array in self._arrays() if steps else ():
+            self._copy_runs(array, steps, positions)
+        if self.states is not None:
+            self.states.copy_slots(steps, positions)
         order = np.arange(len(self._prompts))
         order[: len(parents)] = parents
         if not np.array_equal(self._prompts[order], self._prompts):  # beams of one prompt have it already
@@ -72,15 +98,29 @@ class KVCache:
             self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
 
     def prefix_parts(self, slot: int, positions: int) -> list[np.ndarray]:
-        """Return the first positions of a slot as arrays [positions * Dh] of contiguous memory, always in one order.
+        """Return what a slot keeps of its first positions as views of contiguous memory, always in one order.
 
-        They are views: writing to them sets the keys and values. A model with an encoder has more than these.
+        A model with an encoder has more than these. Raises ExecutionError if there is no state after so many positions.
         """
-        parts = list[np.ndarray]()
-        for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True):
-            for array in (keys,) if values is keys else (keys, values):
-                parts += [array[slot, head, :positions].reshape(-1) for head in range(array.shape[1])]
-        return parts
+        return self._positions_of(slot, positions) + ([] if self.states is None else self.states.parts(slot, positions))
+
+    def parts_to_fill(self, slot: int, positions: int) -> list[np.ndarray]:
+        """Return the parts of `prefix_parts` to write into. The slot then goes on after so many positions."""
+        states = [] if self.states is None else self.states.take_parts(slot, positions)
+        return self._positions_of(slot, positions) + states
+
+    def _positions_of(self, slot: int, positions: int) -> list[np.ndarray]:
+        return [array[slot, head, :positions].reshape(-1) for array in self._arrays() for head in range(array.shape[1])]
+
+    def _arrays(self) -> list[Any]:
+        """Return the arrays of the decoder's keys and values, each once."""
+        pairs = zip(self.keys[self._first :], self.values[self._first :], strict=True)
+        return [
+            array
+            for keys, values in pairs
+            if keys is not None
+            for array in ((keys,) if values is keys else (keys, values))
+        ]
 
     def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
         """Copy the first positions of an array [S, H, C, Dh], in the order of `_copies`."""
@@ -92,10 +132,18 @@ class KVCache:
                 array[target, :, :positions] = spare if source is None else array[source, :, :positions]
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
-        """Allocate zeroed memory that becomes resident when it is written."""
-        size_bytes = np.dtype(self._type).itemsize * math.prod(shape)
-        _, memory = map_anonymous(size_bytes, "keys and values", huge_pages=False)
-        return memory.view(self._type).reshape(shape)
+        """Allocate zeroed keys or values. They become resident when they are written."""
+        return self._mapped(shape, self._type)
+
+    def floats(self, shape: tuple[int, ...]) -> Any:
+        """Allocate a zeroed state, float32. It becomes resident when it is written."""
+        return self._mapped(shape, np.float32)
+
+    @staticmethod
+    def _mapped(shape: tuple[int, ...], kind: type[np.floating[Any]]) -> np.ndarray:
+        size_bytes = np.dtype(kind).itemsize * math.prod(shape)
+        _, memory = map_anonymous(size_bytes, "keys, values and states", huge_pages=False)
+        return memory.view(kind).reshape(shape)
 
     def copied(self, values: Any) -> Any:
         """Return a copy of a part."""

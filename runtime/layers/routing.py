@@ -18,6 +18,8 @@ from .norms import Norm
 
 NO_EXPERT = -1
 """Value instead of a chosen expert: this rank of the token is not computed."""
+LEAST_SUM = 1e-20
+"""Added to the sum of a token's weights before they are divided by it: sigmoids may all be 0."""
 NOT_CHOSEN = 2.0
 """Unimportance of an expert that no token of a pass chose. That of a chosen expert is below 1, up to rounding."""
 
@@ -86,7 +88,7 @@ class RoutingRule:
             scores = scores / np.float32(top_k)
         weights = np.take_along_axis(scores, chosen, axis=1)
         if router.renormalize:
-            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(router.least_sum or LEAST_SUM)
         return chosen, weights
 
     def _best(self, ranked: np.ndarray, top_k: int) -> np.ndarray:
@@ -142,7 +144,7 @@ class RoutingRule:
         """
         weights = np.where(chosen >= 0, np.take_along_axis(scores, np.maximum(chosen, 0), axis=1), np.float32(0))
         if self._experts.router.renormalize:
-            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(self.spec.least_sum or LEAST_SUM)
         return np.asarray(weights * np.float32(self._experts.router.scale), np.float32)
 
     def _among_kept(self, logits: np.ndarray) -> np.ndarray:

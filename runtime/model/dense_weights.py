@@ -25,7 +25,7 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     verify: compare each weight with its checksum.
     Raises ChecksumMismatch if a weight differs from its checksum.
     """
-    header = bundle.headers[DENSE_NAME]
+    header, model = bundle.headers[DENSE_NAME], bundle.manifest.model
     entries = {entry.name: entry for entry in bundle.manifest.dense}
     weights: dict[str, Any] = {}
     first = min(tensor.offset_bytes for tensor in header.values())
@@ -41,6 +41,8 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
             )
         if len(entry.shape) == 1:
             weights[name] = widened(raw, entry.spec.float_type)
+            if model.adds_offset(name):
+                weights[name] += np.float32(model.norm_offset)
         else:
             weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
     return weights

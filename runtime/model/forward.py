@@ -16,7 +16,7 @@ from moec.manifests.bundle import BundleManifest
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
-from ..layers.attention import CrossAttention, DensePart, attention_blocks, layer_weights, linear_rows
+from ..layers.attention import CrossAttention, DensePart, layer_weights, linear_rows, mixer_blocks
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
 from ..layers.routing import Router
@@ -50,7 +50,7 @@ class Model:
         self._first_decoder = self.spec.first_decoder_layer
         self._norms = stream_norms(self.spec, dense)
         weights = [layer_weights(dense, at) for at in range(self.spec.num_layers)]
-        blocks = attention_blocks(self.spec, dense, weights, self._norms, context)
+        blocks = mixer_blocks(self.spec, dense, weights, self._norms, context)
         self.dense_part = DensePart(blocks, partial(linear_rows, dense[self.spec.head_name]))
         self._cross: dict[int, CrossAttention] = {}
         self._routers: list[Router | None] = []
@@ -188,7 +188,7 @@ class Model:
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
-                blocks[index](hidden, places, kv.keys[index], kv.values[index])
+                blocks[index](hidden, places, *kv.of_layer[index])
                 times.dense_ns += time.perf_counter_ns() - started_ns
                 one_call.run(index, hidden, sequences, times, self.prefetch_quality, self.trace)
         finally:
@@ -211,7 +211,7 @@ class Model:
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
-                self.dense_part.blocks[index](hidden, places, kv.keys[index], kv.values[index])
+                self.dense_part.blocks[index](hidden, places, *kv.of_layer[index])
                 if index in self._cross:
                     self._attend_to_prompt(index, hidden, prompts, kv)
                 self.times.dense_ns += time.perf_counter_ns() - started_ns

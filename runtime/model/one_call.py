@@ -20,7 +20,7 @@ from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
 from ..expert_cache.open_cache import why_not_native
 from ..layers.norms import Norm
-from ..layers.routing import Router
+from ..layers.routing import LEAST_SUM, Router
 from ..layers.shared_expert import SharedExpert
 from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import CHOICES_FOR_ALL, Advisor, LayerAhead
@@ -34,9 +34,9 @@ PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES
 """Constants of what is read ahead, for the extension."""
 
 
-Scoring = tuple[str, np.ndarray | None, int, int, bool, float, bool]
+Scoring = tuple[str, np.ndarray | None, int, int, bool, float, bool, float]
 """A router that is no plain softmax: scoring, correction, groups, groups kept, whether two experts rate one, margin,
-whether logits are corrected."""
+whether logits are corrected, and what is added to the sum of the weights."""
 
 
 class PredictedLayer(NamedTuple):
@@ -272,7 +272,8 @@ def _scoring_of(router: Router) -> Scoring | None:
     if rule.is_softmax:
         return None
     is_by_two = spec.group_score == "top2"
-    return spec.scoring, rule.correction, spec.groups, spec.kept_groups, is_by_two, spec.margin, spec.corrects_logits
+    choice = (spec.scoring, rule.correction, spec.groups, spec.kept_groups, is_by_two)
+    return *choice, spec.margin, spec.corrects_logits, spec.least_sum or LEAST_SUM
 
 
 def _why_not_layer(layer: LayerSpec) -> str | None:

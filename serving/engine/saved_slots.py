@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.output_file import AtomicFile, FileSystem
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import Slot
+from moec.runtime.layers.kv_cache import KV_TYPES
 
 LEAST_TOKENS = 32
 """Shorter beginnings are computed as fast as they are read."""
@@ -72,7 +73,7 @@ class SavedSlots:
             )
         self._engine, self._folder, self._limit, self._report = engine, folder, limit_bytes, report
         self._context = engine.memory.context
-        self._token_bytes = sum(part.nbytes for part in engine.kv.prefix_parts(0, 1))
+        self._sizes = slot_sizes(engine)
         self._identity = identity_of(engine)
         self.saved = self.loaded = 0
         # Others who can write to the folder could change answers.
@@ -92,13 +93,18 @@ class SavedSlots:
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those of other bundles included."""
-        own_bytes = sum(file_bytes(len(saved.tokens), self._token_bytes) for saved in self._files)
+        own_bytes = sum(file_bytes(len(saved.tokens), self._sizes) for saved in self._files)
         return own_bytes + sum(size for _, size in self._others)
 
     def longest(self, tokens: Sequence[int]) -> int:
         """Return the most tokens at the beginning of a text that a file has. One token is left over."""
         text = np.asarray(tokens, np.int32)
-        return max((min(saved.common(text), len(tokens) - 1) for saved in self._files), default=0)
+        return max((self._usable(saved, text) for saved in self._files), default=0)
+
+    def _usable(self, saved: _SavedSlot, text: np.ndarray) -> int:
+        """Return the tokens of a text that a file has. A file with recurrent states is used as a whole."""
+        length = min(saved.common(text), len(text) - 1)
+        return 0 if self._sizes.state_bytes and length < len(saved.tokens) else length
 
     def load(self, slot: Slot, tokens: Sequence[int]) -> None:
         """Fill a slot from the file with the longest common beginning.
@@ -108,10 +114,10 @@ class SavedSlots:
         slot.tokens = []
         text = np.asarray(tokens, np.int32)
         while self.longest(tokens) > 0:
-            saved = max(self._files, key=lambda file: file.common(text))
+            saved = max(self._files, key=lambda file: self._usable(file, text))
             count = len(saved.tokens)
             self._engine.make_room(slot, count)
-            parts = self._engine.kv.prefix_parts(slot.index, count)
+            parts = self._engine.kv.parts_to_fill(slot.index, count)
             try:
                 read_slot(saved.path, self._identity, saved.tokens.tolist(), parts)
             except DamagedSlot as error:
@@ -123,24 +129,25 @@ class SavedSlots:
             with contextlib.suppress(OSError):
                 os.utime(saved.path)
             self.loaded += count
-            slot.tokens = list(tokens[: min(saved.common(text), len(tokens) - 1)])
+            slot.tokens = list(tokens[: self._usable(saved, text)])
             return
 
     def save(self, slot: Slot) -> None:
         """Save what a slot holds, unless a file has it. Files with beginnings of it are removed."""
-        size = file_bytes(len(slot.tokens), self._token_bytes)
-        if len(slot.tokens) < LEAST_TOKENS or size > self._limit:
+        tokens = slot.tokens[: self._engine.kv.usable(slot.index, len(slot.tokens))]
+        size = file_bytes(len(tokens), self._sizes)
+        if len(tokens) < LEAST_TOKENS or size > self._limit:
             return
-        text = np.asarray(slot.tokens, np.int32)
+        text = np.asarray(tokens, np.int32)
         if any(saved.common(text) == len(text) for saved in self._files):
             return
-        path = self._folder / name_of(slot.tokens)
+        path = self._folder / name_of(tokens)
         parts = self._engine.kv.prefix_parts(slot.index, len(text))
         for beginning in [saved for saved in self._files if saved.common(text) == len(saved.tokens)]:
             self._remove(beginning)
         self._make_room(size)
         try:
-            write_slot(path, self._identity, slot.tokens, parts)
+            write_slot(path, self._identity, tokens, parts)
         except OSError as error:
             self._report(f"a slot cannot be saved in `{self._folder}`: {error.strerror or error}")
             return
@@ -166,7 +173,7 @@ class SavedSlots:
             try:
                 if len(known) == MOST_FILES:
                     raise DamagedSlot("is one too many")
-                tokens = read_tokens(path, self._identity, self._context, self._token_bytes)
+                tokens = read_tokens(path, self._identity, self._context, self._sizes)
             except DamagedSlot as error:
                 self._report(f"`{path}` is not used: it {error}")
                 self._others.append((path, path.lstat().st_size))
@@ -213,9 +220,22 @@ def name_of(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:32] + SUFFIX
 
 
-def file_bytes(tokens: int, token_bytes: int) -> int:
-    """Return the length of a file. token_bytes: bytes of the keys and values of one token."""
-    return _HEAD.size + tokens * (4 + token_bytes)
+class SlotSizes(NamedTuple):
+    """Bytes of the keys and values of one token, and of the recurrent states of a slot."""
+
+    token_bytes: int
+    state_bytes: int
+
+
+def slot_sizes(engine: Engine) -> SlotSizes:
+    """Return what a saved slot of an engine takes."""
+    model, element_bytes = engine.model.spec, np.dtype(KV_TYPES[engine.options.kv]).itemsize
+    return SlotSizes(model.kv_bytes_per_position * element_bytes // 4, model.state_bytes)
+
+
+def file_bytes(tokens: int, sizes: SlotSizes) -> int:
+    """Return the length of a file."""
+    return _HEAD.size + tokens * (4 + sizes.token_bytes) + sizes.state_bytes
 
 
 def write_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
@@ -241,14 +261,14 @@ class _PrivateFiles(FileSystem):
         return file
 
 
-def read_tokens(path: Path, identity: bytes, most: int, token_bytes: int) -> list[int]:
+def read_tokens(path: Path, identity: bytes, most: int, sizes: SlotSizes) -> list[int]:
     """Return the token ids of a file, after a check of its head and length. Its content is not checked yet.
 
     most: most tokens, the context of the run.
     Raises DamagedSlot.
     """
     with _opened(path) as file:
-        return _read_head(file, identity, most, token_bytes)[0]
+        return _read_head(file, identity, most, sizes)[0]
 
 
 def read_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
@@ -256,9 +276,9 @@ def read_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequenc
 
     tokens: token ids that the file must have.
     """
-    token_bytes = sum(part.nbytes for part in parts) // len(tokens)
+    sizes = SlotSizes(0, sum(part.nbytes for part in parts))
     with _opened(path) as file:
-        ids, digest = _read_head(file, identity, len(tokens), token_bytes)
+        ids, digest = _read_head(file, identity, len(tokens), sizes)
         if not np.array_equal(ids, tokens):
             raise DamagedSlot("has changed")
         actual = hashlib.sha256(np.asarray(ids, np.int32).tobytes())
@@ -280,14 +300,14 @@ def _opened(path: Path) -> FileIO:
         raise DamagedSlot(str(error)) from error
 
 
-def _read_head(file: FileIO, identity: bytes, most: int, token_bytes: int) -> tuple[list[int], bytes]:
+def _read_head(file: FileIO, identity: bytes, most: int, sizes: SlotSizes) -> tuple[list[int], bytes]:
     head = bytearray(_HEAD.size)
     _fill(file, memoryview(head))
     mark, identity_in_file, count, digest = _HEAD.unpack(head)
     if mark != _MARK or identity_in_file != identity:
         raise DamagedSlot("belongs to another bundle or to other options")
     size = os.fstat(file.fileno()).st_size
-    if not 0 < count <= most or size != file_bytes(count, token_bytes):
+    if not 0 < count <= most or size != file_bytes(count, sizes):
         raise DamagedSlot(f"has {size} bytes, which no slot of {count} tokens has")
     ids = np.empty(count, np.int32)
     _fill(file, ids.data.cast("B"))

@@ -31,6 +31,8 @@ inline void store_partial(float* p, Floats a, int n) {
     half::store_partial(p, a.low, n < kHalf ? n : kHalf);
     half::store_partial(p + kHalf, a.high, n < kHalf ? 0 : n - kHalf);
 }
+inline Floats add(Floats a, Floats b) { return {half::add(a.low, b.low), half::add(a.high, b.high)}; }
+inline Floats sub(Floats a, Floats b) { return {half::sub(a.low, b.low), half::sub(a.high, b.high)}; }
 inline Floats mul(Floats a, Floats b) { return {half::mul(a.low, b.low), half::mul(a.high, b.high)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {half::fma(a.low, b.low, c.low), half::fma(a.high, b.high, c.high)}; }
 

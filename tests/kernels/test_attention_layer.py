@@ -85,8 +85,8 @@ def test_it_is_its_steps(native: str, part: str, tokens: int) -> None:
         kernels.set_threads(threads)
         own, found, expected = layer(text, **PARTS[part]), inputs(tokens, HIDDEN), inputs(tokens, HIDDEN)
         arrays = [Cache(tokens, kind).copy() for _ in range(2)]
-        kernels.attend(own, found, *arrays[0], cache.places)
-        own.attend_in_steps(kernels, expected, *arrays[1], cache.places)
+        kernels.attend(own, found, arrays[0], cache.places)
+        own.mix_in_steps(kernels, expected, arrays[1], cache.places)
         assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, inputs(tokens, HIDDEN))
         for one, other in zip(*arrays, strict=True):
             assert one.tobytes() == other.tobytes()
@@ -100,9 +100,9 @@ def test_of_an_encoder_too(native: str) -> None:
     ends = np.random.default_rng(1).integers(1, CONTEXT + 1, 30).astype(np.int32)
     with_ends = kernels.TokenPlaces(cache.places.slots, cache.places.positions, ends)
     own, found, expected, causal = layer(), *(inputs(30, HIDDEN) for _ in range(3))
-    kernels.attend(own, found, *cache.copy(), with_ends)
-    own.attend_in_steps(kernels, expected, *cache.copy(), with_ends)
-    kernels.attend(own, causal, *cache.copy(), cache.places)
+    kernels.attend(own, found, cache.copy(), with_ends)
+    own.mix_in_steps(kernels, expected, cache.copy(), with_ends)
+    kernels.attend(own, causal, cache.copy(), cache.places)
     assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, causal)
 
 
@@ -112,7 +112,7 @@ def test_every_instruction_set_gives_the_same_bits(pair: tuple[str, str]) -> Non
     for name in pair:
         kernels.select(name)
         found.append(inputs(50, HIDDEN))
-        kernels.attend(layer(**{**PARTS["together"], "window": 0}), found[-1], *cache.copy(), cache.places)
+        kernels.attend(layer(**{**PARTS["together"], "window": 0}), found[-1], cache.copy(), cache.places)
     assert np.array_equal(bits(found[0]), bits(found[1]))
 
 
@@ -149,7 +149,7 @@ def test_it_is_attention_as_it_is_defined(every: str, interleaved: bool) -> None
     expected = hidden + 0.5 * seen @ output.T
     arrays = Cache(1).copy()
     for part in (slice(9), slice(9, CONTEXT)):  # later tokens see what earlier calls stored
-        kernels.attend(own, hidden[part], *arrays, kernels.TokenPlaces(np.zeros_like(positions[part]), positions[part]))
+        kernels.attend(own, hidden[part], arrays, kernels.TokenPlaces(np.zeros_like(positions[part]), positions[part]))
     assert hidden == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -192,10 +192,11 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", CALLS)
 def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str, wrong: str) -> None:
     keys, values = Cache(1).copy()
-    call = {"hidden": inputs(1, HIDDEN), "k_cache": keys, "v_cache": values, "places": PLACE}
+    hidden = inputs(1, HIDDEN)
+    call = {"hidden": hidden, "k_cache": keys, "v_cache": values, "places": PLACE, **CALLS[wrong]}
     with pytest.raises(ValueError, match="expected"):
-        kernels.attend(layer(), **{**call, **CALLS[wrong]})
-    assert np.array_equal(call["hidden"], inputs(1, HIDDEN)) and np.array_equal(keys, Cache(1).arrays[0])
+        kernels.attend(layer(), call["hidden"], (call["k_cache"], call["v_cache"]), call["places"])
+    assert np.array_equal(hidden, inputs(1, HIDDEN)) and np.array_equal(keys, Cache(1).arrays[0])
 
 
 @gate
@@ -204,19 +205,19 @@ def test_it_follows_matrices_that_move(native: str) -> None:
     own, cache, found, expected = layer(), Cache(7), inputs(7, HIDDEN), inputs(7, HIDDEN)
     for matrix in own.matrices:
         matrix.move_to(matrix.data.copy())  # random_matrix gives the same memory to other tests
-    kernels.attend(own, expected, *cache.copy(), cache.places)
+    kernels.attend(own, expected, cache.copy(), cache.places)
     for matrix in own.matrices:
         before, now = matrix.data, matrix.data.copy()
         matrix.move_to(now)
         before[:] = 0
-    kernels.attend(own, found, *cache.copy(), cache.places)
+    kernels.attend(own, found, cache.copy(), cache.places)
     assert np.array_equal(bits(found), bits(expected))
 
 
 def test_no_tokens_are_no_work(every: str) -> None:
     cache = Cache(1)
     places = kernels.TokenPlaces(np.empty(0, np.int32), np.empty(0, np.int32))
-    kernels.attend(layer(**PARTS["together"]), np.empty((0, HIDDEN), np.float32), *cache.copy(), places)
+    kernels.attend(layer(**PARTS["together"]), np.empty((0, HIDDEN), np.float32), cache.copy(), places)
 
 
 def test_tables_of_rotation_and_distances_hold_for_the_cache_they_are_used_with(native: str) -> None:
@@ -224,8 +225,8 @@ def test_tables_of_rotation_and_distances_hold_for_the_cache_they_are_used_with(
     last = kernels.TokenPlaces(ZERO, np.full(1, CONTEXT, np.int32))
     for part in ("rotation", "bias of distances"):
         with pytest.raises(ValueError, match="expected"):
-            kernels.attend(layer(**PARTS[part]), inputs(1, HIDDEN), *longer, last)
-    kernels.attend(layer(), inputs(1, HIDDEN), *longer, last)
+            kernels.attend(layer(**PARTS[part]), inputs(1, HIDDEN), longer, last)
+    kernels.attend(layer(), inputs(1, HIDDEN), longer, last)
 
 
 # -- latent attention; tests/runtime/layers/test_layers.py compares it with its definition ----------------------------
@@ -278,8 +279,8 @@ def test_latent_attention_is_its_steps(native: str, part: dict[str, Any], has_do
         kernels.set_threads(threads)
         own, found, expected = latent_layer(text, has_down, **part), inputs(tokens, HIDDEN), inputs(tokens, HIDDEN)
         one, other = latent_cache(kind), latent_cache(kind)
-        kernels.attend(own, found, one, one, latent_places(tokens, seen))
-        own.attend_in_steps(kernels, expected, other, other, latent_places(tokens, seen))
+        kernels.attend(own, found, (one, one), latent_places(tokens, seen))
+        own.mix_in_steps(kernels, expected, (other, other), latent_places(tokens, seen))
         assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, inputs(tokens, HIDDEN))
         assert one.tobytes() == other.tobytes() != latent_cache(kind).tobytes(), "vectors are stored"
 
@@ -291,7 +292,7 @@ def test_every_instruction_set_gives_the_same_bits_of_latent_attention(pair: tup
         kernels.select(name)
         found.append(inputs(50, HIDDEN))
         own = latent_cache()
-        kernels.attend(latent_layer(has_down=True), found[-1], own, own, latent_places(50))
+        kernels.attend(latent_layer(has_down=True), found[-1], (own, own), latent_places(50))
     assert np.array_equal(bits(found[0]), bits(found[1]))
 
 
@@ -340,5 +341,5 @@ def test_a_latent_call_that_does_not_fit_is_refused_and_changes_nothing(native: 
         (hidden, own, own, latent_places(2, np.zeros(2, np.int32))),
     ):
         with pytest.raises(ValueError, match="expected"):
-            kernels.attend(latent_layer(), *arguments)
+            kernels.attend(latent_layer(), arguments[0], arguments[1:3], arguments[3])
     assert np.array_equal(hidden, inputs(2, HIDDEN)) and own.tobytes() == latent_cache().tobytes()

@@ -110,8 +110,8 @@ def test_not_a_manifest(data: bytes) -> None:
 
 
 def test_the_version_is_looked_at_first() -> None:
-    for version in (0, 4, -1, 10**20):
-        with pytest.raises(UnknownFormatVersion, match=f"format version {version}, this moec reads 1 to 3"):
+    for version in (0, 5, -1, 10**20):
+        with pytest.raises(UnknownFormatVersion, match=f"format version {version}, this moec reads 1 to 4"):
             decode_manifest(json.dumps({"format_version": version, "what": "ever"}).encode(), "moec.json")
 
 

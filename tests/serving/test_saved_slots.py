@@ -137,7 +137,7 @@ def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) ->
     with started(opened, folder) as (_, store, _):
         saved = store.longest([*TURN, 1, 2, 3])
     (path,) = folder.iterdir()
-    text = saved_slots.read_tokens(path, path.read_bytes()[8:40], CONTEXT, token_bytes(opened))
+    text = saved_slots.read_tokens(path, path.read_bytes()[8:40], CONTEXT, saved_slots.slot_sizes(opened))
     parts = [part.copy() for part in opened.kv.prefix_parts(0, len(text))]
     parts[0][0] = float("nan")
     saved_slots.write_slot(path, path.read_bytes()[8:40], text, parts)
@@ -149,10 +149,6 @@ def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) ->
         and "no numbers" in said[0]
         and found.ended.reason in ("stop", "length")
     )
-
-
-def token_bytes(engine: Engine) -> int:
-    return sum(part.nbytes for part in engine.kv.prefix_parts(0, 1))
 
 
 def test_links_and_other_kinds_are_left_alone(opened: Engine, folder: Path, tmp_path: Path) -> None:
@@ -167,7 +163,7 @@ def test_links_and_other_kinds_are_left_alone(opened: Engine, folder: Path, tmp_
 
 
 def test_the_bytes_are_bounded(opened: Engine, tmp_path: Path) -> None:
-    limit = 3 * saved_slots.file_bytes(50, token_bytes(opened))
+    limit = 3 * saved_slots.file_bytes(50, saved_slots.slot_sizes(opened))
     for start in range(8):
         with started(opened, tmp_path, limit) as (scheduler, store, _):
             answer(scheduler, [start + 3, *TEXT])

@@ -104,7 +104,8 @@ class Yard:
     def fixed_bytes(self) -> int:
         """Bytes of dense weights, keys and values of the context, and slack: the same for all engines."""
         cost = self.manifest["cost"]
-        return int(cost["dense_packed_bytes"] + cost["kv_bytes_per_position"] * CONTEXT) + SLACK_BYTES
+        kv_bytes = cost["kv_bytes_per_position"] * CONTEXT + 2 * cost.get("state_bytes", 0)
+        return int(cost["dense_packed_bytes"] + kv_bytes) + SLACK_BYTES
 
     def limit_bytes(self, condition: Condition) -> int | None:
         """Return the memory limit of the group, or None."""

@@ -68,6 +68,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     model, cost, profile = manifest.model, manifest.cost, device_of(bundle)
     last = model.layers[model.expert_layers[-1]]
+    attention = model.attentions[-1] if model.attentions else None
     floor = nominal_memory(manifest).floor_bytes
     experts = [layer.experts for layer in model.layers]
     expert_weights = sum(len(row.projections) * row.count * row.width * model.hidden_size for row in experts)
@@ -103,8 +104,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "vocab_size": model.vocab_size,
             "max_positions": model.max_positions,
             "original_positions": model.original_positions,
-            "heads": last.attention.num_heads,
-            "kv_heads": last.attention.num_kv_heads,
+            "heads": attention and attention.num_heads,
+            "kv_heads": attention and attention.num_kv_heads,
             "experts": last.experts.count,
             "top_k": last.experts.top_k,
             "expert_width": last.experts.width,
@@ -129,6 +130,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "expected_read_bytes_per_token": cost.expected_read_bytes_per_token,
             "minimum_expert_bytes": cost.minimum_expert_bytes,
             "kv_bytes_per_position": cost.kv_bytes_per_position,
+            "state_bytes": cost.state_bytes,
         },
         "memory": {
             "floor_bytes": floor,

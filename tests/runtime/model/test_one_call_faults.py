@@ -160,25 +160,28 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"first_expert": 30}, "first_expert: expected experts below 36"),
         ({"rule": 3}, "rule: found a value of another type"),
         (
-            {"rule": ("tanh", None, 1, 1, False, 0.0, False)},
+            {"rule": ("tanh", None, 1, 1, False, 0.0, False, 1e-20)},
             "rule: expected softmax, sigmoid or sparsemixer, found tanh",
         ),
         *(
-            ({"rule": ("sigmoid", None, groups, kept, False, 0.0, False)}, "rule: expected groups of equal size")
+            ({"rule": ("sigmoid", None, groups, kept, False, 0.0, False, 1e-20)}, "rule: expected groups of equal size")
             for groups, kept in ((0, 0), (5, 1), (4, 0), (4, 5), (2**62, 1))
         ),
-        ({"rule": ("sigmoid", None, 12, 2, False, 0.0, False)}, "rule: expected at most 2 experts of a token, found 3"),
         (
-            {"rule": ("sparsemixer", None, 1, 1, False, 0.1, False)},
+            {"rule": ("sigmoid", None, 12, 2, False, 0.0, False, 1e-20)},
             "rule: expected at most 2 experts of a token, found 3",
         ),
-        ({"rule": ("sigmoid", norm, 1, 1, False, 0.0, False)}, "correction"),
+        (
+            {"rule": ("sparsemixer", None, 1, 1, False, 0.1, False, 1e-20)},
+            "rule: expected at most 2 experts of a token, found 3",
+        ),
+        ({"rule": ("sigmoid", norm, 1, 1, False, 0.0, False, 1e-20)}, "correction"),
         ({"shared_router": fields["router"]}, "shared_router: expected one row and a shared expert, found 12 rows"),
         ({"norm_bias": norms}, "norm_bias"),
         ({"after_norm": norms}, "after_norm"),
         ({"ahead": [right._replace(bias=norm)]}, "router_bias"),
         ({"ahead": [right._replace(norm_bias=norms)]}, "norm_bias"),
-        ({"ahead": [right._replace(scoring=("none", None, 1, 1, False, 0.0, False))]}, "rule: expected softmax"),
+        ({"ahead": [right._replace(scoring=("none", None, 1, 1, False, 0.0, False, 1e-20))]}, "rule: expected softmax"),
         ({"ahead": [right._replace(first_expert=30)]}, "first_expert"),
         ({"ahead": [right._replace(norm=norms)]}, "norm"),
         *(({"ahead": [right._replace(top_k=top_k)]}, "a top-k of 1 to 36") for top_k in (0, 2**63 - 1)),

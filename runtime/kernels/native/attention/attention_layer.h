@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "operations/operations.h"
+#include "attention/stream_ends.h"
 
 namespace moec {
 
@@ -26,17 +26,6 @@ struct KeysAndValues {
 };
 
 void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* slots, const int32_t* positions);
-
-// The two connections of attention to the residual stream: the norm before it, and the scaled sum after it.
-// norm_bias: if given, the norm is a layer norm instead of an RMS norm; may be null.
-// after_norm: of an RMS norm before the sum; may be null.
-struct StreamEnds {
-    const float* norm;       // [D]
-    const float* norm_bias;   // [D]
-    const float* after_norm;  // [D]
-    float norm_eps;
-    float residual_scale;
-};
 
 // Tables of a rotary embedding. Null: no rotation.
 struct Rotation {

@@ -21,6 +21,8 @@ inline Floats load_bfloat(const uint8_t* p) {
 inline Floats load_partial(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
 inline void store_partial(float* p, Floats a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 

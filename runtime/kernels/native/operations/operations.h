@@ -61,6 +61,7 @@ struct RoutingRule {
     bool by_best_two;         // a group is rated by its best two experts, else by its best one
     float margin;             // of kSparsemixer
     bool corrects_logits;     // the correction is added to logits, not to scores
+    float least_sum;          // added to the sum of the weights before they are divided by it; sigmoids may all be 0
 };
 // In place: e^x / sum(e^x), 1 / (1 + e^-x), and ln(1 + e^x).
 void softmax(float* row, int64_t size);

@@ -13,12 +13,6 @@
 #include "operations/split_work.h"
 
 namespace moec {
-namespace {
-
-constexpr double kFlopsPerExp = 30;
-
-}  // namespace
-
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(top_k) * static_cast<double>(size);

@@ -12,7 +12,6 @@ namespace moec {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-constexpr float kLeastSum = 1e-20f;  // sigmoids may all be 0
 
 // In place: e^x, as in runtime/kernels/elementary.py.
 void exponentials(float* x, int64_t size) {
@@ -186,7 +185,7 @@ void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t token
             weights[rank++] = scores[static_cast<size_t>(expert)];
         }
         if (call.renormalizes) {
-            divide(weights, call.top_k, numpy_sum(weights, call.top_k) + kLeastSum);
+            divide(weights, call.top_k, numpy_sum(weights, call.top_k) + rule.least_sum);
         }
     }
 }

@@ -14,6 +14,7 @@
 namespace moec {
 
 constexpr double kFlopsPerThread = 5e5;  // waking a thread takes several microseconds
+constexpr double kFlopsPerExp = 30;
 constexpr int64_t kPartsPerThread = 4;  // so that other threads can take work from a slow one
 constexpr double kFlopsPerPart = 4e6;   // largest part of a long product, about 10 us
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time

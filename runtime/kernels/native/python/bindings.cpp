@@ -307,6 +307,7 @@ NB_MODULE(_native, module) {
     module.def("router_shares", bind_router_shares, "matrices"_a, "norms"_a, "eps"_a, "x"_a, "out"_a, "biases"_a = nb::list());
     module.def("largest", bind_largest, "values"_a, "count"_a);
     bind_attention(module);
+    bind_recurrent_layers(module);
     bind_cache(module);
     bind_expert_layers(module);
     bind_quantizer(module);

@@ -30,7 +30,7 @@ using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple
                          nb::object, nb::object, nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 // A routing rule that is no plain softmax: scoring, correction or None, groups, groups that are kept, whether a group is rated by
 // its best two, margin, whether logits are corrected.
-using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float, bool>;
+using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float, bool, float>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -183,7 +183,7 @@ class BoundLayers {
         if (object.is_none()) {
             return nullptr;
         }
-        const auto& [name, correction, groups, kept_groups, by_best_two, margin, corrects_logits] =
+        const auto& [name, correction, groups, kept_groups, by_best_two, margin, corrects_logits, least_sum] =
             cast_or_refuse<Rule>(object, "rule");
         const bool is_sparsemixer = name == "sparsemixer", is_sigmoid = name == "sigmoid";
         if (!is_sparsemixer && !is_sigmoid && name != "softmax") {
@@ -200,7 +200,7 @@ class BoundLayers {
         const Scoring scoring = is_sigmoid ? Scoring::kSigmoid : is_sparsemixer ? Scoring::kSparsemixer : Scoring::kSoftmax;
         const float* const added = bias(correction, experts, "correction");
         rules_.push_back(std::make_unique<RoutingRule>(
-            RoutingRule{scoring, added, groups, kept_groups, by_best_two, margin, corrects_logits}));
+            RoutingRule{scoring, added, groups, kept_groups, by_best_two, margin, corrects_logits, least_sum}));
         return rules_.back().get();
     }
 

@@ -12,6 +12,7 @@
 #include "products/product.h"
 #include "attention/cached_rows.h"
 #include "attention/weighing.h"
+#include "attention/recurrent_kernels.h"
 #include "products/rows.h"
 #include "attention/cached_attention.h"
 #include "quantization/code_systems.h"

@@ -130,6 +130,20 @@ struct AttentionCall {
     const float* bias;    // [H, 2 C - 1], added to the score of position j at index C - 1 + j - own position; may be null
 };
 
+// Features of the values whose states lie together: one line of the processor's cache. A state is [Dv / 16, Dk, 16] per head.
+constexpr int kStateColumns = 16;
+
+// Gated delta rule: S = decay S + k (rate (v - decay k S)); out = q S.
+struct DeltaCall {
+    const float* q;  // [T, Hk, Dk]
+    const float* k;
+    const float* v;      // [T, Hv, Dv]
+    const float* decay;  // [T, Hv]
+    const float* rate;
+    float* out;  // [T, Hv, Dv]
+    int64_t key_heads, value_heads, key_size, value_size;
+};
+
 struct RopeCall {
     float* x;                  // [T, H, Dh]
     const float* cos;          // [C, half]
@@ -232,6 +246,10 @@ struct KernelTable {
     void (*rope)(const RopeCall&, int64_t token);
     // scores: [queries, stride], stride >= positions.
     void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);
+    // One token: rows of K tokens up to it, oldest first; taps: [K, size].
+    void (*convolve)(const float* const* rows, const float* taps, int64_t count, int64_t size, float* out);
+    // Tokens [first, last) of one sequence; at least one. state: [Dk, kStateColumns].
+    void (*delta_rule)(const DeltaCall&, int64_t head, int64_t block, int64_t first, int64_t last, float* state);
     void (*route)(const RouteCall&, int64_t token, float* shares);  // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
     void (*search_ranges)(const RangesCall&);

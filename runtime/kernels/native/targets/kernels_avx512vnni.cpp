@@ -52,6 +52,7 @@ constexpr int kWeighedSums = 16;    // vectors of sums, of several queries, whil
 #include "products/product.h"
 #include "attention/cached_rows.h"
 #include "attention/weighing.h"
+#include "attention/recurrent_kernels.h"
 #include "quantization/code_systems.h"
 
 }  // namespace wide
@@ -59,6 +60,8 @@ constexpr int kWeighedSums = 16;    // vectors of sums, of several queries, whil
 using wide::blocks_in_panels;
 using wide::code_systems;
 using wide::combine;
+using wide::convolve;
+using wide::delta_rule;
 using wide::dequantize_row;
 using wide::kChunkTokens;
 using wide::kPanelBlocks;

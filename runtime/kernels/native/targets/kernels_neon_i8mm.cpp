@@ -119,6 +119,7 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
 #include "products/product.h"
 #include "attention/cached_rows.h"
 #include "attention/weighing.h"
+#include "attention/recurrent_kernels.h"
 #include "products/rows.h"
 #include "attention/cached_attention.h"
 #include "quantization/code_systems.h"
