@@ -132,6 +132,8 @@ class AttentionSpec:
     sinks: each head has one more learned score, which takes a share of the softmax and adds nothing.
     output_gate: before the output product, features are multiplied by this function of a product of the normed stream.
     gates_heads: the gate has one number for each head, not for each feature.
+    value_norm: each head of values passes an RMS norm without weights.
+    value_is_key: values are the products of the keys, before norm and rope.
     """
 
     num_heads: int
@@ -147,6 +149,8 @@ class AttentionSpec:
     relative_bias: RelativeBiasSpec | None = field(default=None, metadata=OPTIONAL)
     output_gate: Literal["none", "sigmoid", "softplus"] = field(default="none", metadata=OPTIONAL)
     gates_heads: bool = field(default=False, metadata=OPTIONAL)
+    value_norm: bool = field(default=False, metadata=OPTIONAL)
+    value_is_key: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -158,11 +162,13 @@ class AttentionSpec:
         require(self.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
         require(0 <= self.scale <= 1e3, f"attention scale out of range: {self.scale}")
         require(self.output_gate != "none" or not self.gates_heads, "gates_heads needs an output_gate")
+        require(self.bias == "none" or not self.value_is_key, "values that are keys have no bias of their own")
         if self.latent is not None:
             require(self.rope is not None, "latent attention needs a rotary embedding")
             fits = self.latent.plain_size + self.rotary_size == self.head_size
             require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
             extras = self.sliding_window or self.sinks or self.relative_bias or self.output_gate != "none"
+            extras = extras or self.value_norm or self.value_is_key
             plain = (self.num_kv_heads, self.query_key_norm, self.bias, bool(extras))
             require(
                 plain == (self.num_heads, "none", "none", False),
@@ -178,6 +184,7 @@ class AttentionSpec:
     def is_bare(self) -> bool:
         """True if there are only heads and a scale, as required for attention over another sequence."""
         extras = self.rope or self.relative_bias or self.latent or self.sliding_window or self.sinks
+        extras = extras or self.value_norm or self.value_is_key
         return not extras and (self.query_key_norm, self.bias, self.output_gate) == ("none", "none", "none")
 
     @property
@@ -209,7 +216,8 @@ def attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
         return _latent_shapes(attention, attention.latent, hidden)
     shapes: Shapes = {"attention_norm": (hidden,)}
     for name, rows in (("query", query), ("key", key_value), ("value", key_value)):
-        shapes[name] = (rows, hidden)
+        if name != "value" or not attention.value_is_key:
+            shapes[name] = (rows, hidden)
     if attention.bias != "none":
         shapes.update({"query_bias": (query,), "key_bias": (key_value,), "value_bias": (key_value,)})
     if attention.query_key_norm != "none":

@@ -71,6 +71,7 @@ class UnitKey(NamedTuple):
 class ExpertsSpec:
     """The routed experts of one layer, each down(act(gate x) * (up x)). Without experts, count and top_k are 0.
 
+    gelu: the function of the gate is GELU in its tanh form, else SiLU.
     relu: down(max(up x, 0)), without gate.
     clamped_swiglu: (u + 1) g / (1 + exp(-1.702 g)), with g = gate x at most `limit` and u = up x within +-limit.
     has_bias: whether each projection adds a bias.
@@ -79,7 +80,7 @@ class ExpertsSpec:
     count: int
     top_k: int
     width: int
-    activation: Literal["silu", "clamped_swiglu", "relu"]
+    activation: Literal["silu", "clamped_swiglu", "relu", "gelu"]
     router: RouterSpec
     limit: float = 0.0
     has_bias: bool = False
@@ -100,7 +101,9 @@ class ExpertsSpec:
             require(
                 self.top_k <= best_groups * size, f"{best_groups} groups of {size} experts cannot give {self.top_k}"
             )
-        require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
+        for name in ("correction", "expert_scales"):
+            numbers = getattr(self.router, name)
+            require(len(numbers) in (0, self.count), f"{name}: expected one number per expert, or none")
         is_fitting = self.router.scoring != "sparsemixer" or self.top_k in (0, 2)
         require(is_fitting, f"sparsemixer chooses 2 experts, not {self.top_k}")
         if self.router.static is not None:
@@ -123,10 +126,12 @@ class SharedSpec:
     experts.
 
     has_gate: whether its output is multiplied by the sigmoid of a product of its own.
+    has_norms: it has an RMS norm of its own before it. Its output and that of the routed experts each pass one more.
     """
 
     width: int
     has_gate: bool = False
+    has_norms: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.width <= 1 << 20, f"shared expert width out of range: {self.width}")
@@ -139,6 +144,7 @@ class LayerSpec:
     attention, convolution, delta: the mixer, which combines a token with earlier ones. Exactly one of them is given.
     cross: attention over the encoder's states of the prompt, after attention, with its own norm and residual.
     norms_after: the outputs of the mixer and of experts pass an RMS norm of their own before the residual.
+    scale: factor of the residual stream after the layer.
     """
 
     attention: AttentionSpec | None
@@ -148,14 +154,28 @@ class LayerSpec:
     norms_after: bool = field(default=False, metadata=OPTIONAL)
     convolution: ConvolutionSpec | None = field(default=None, metadata=OPTIONAL)
     delta: DeltaSpec | None = field(default=None, metadata=OPTIONAL)
+    scale: float = field(default=1.0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         mixers = [mixer for mixer in (self.attention, self.convolution, self.delta) if mixer is not None]
         require(len(mixers) == 1, f"a layer has one of attention, convolution and delta, found {len(mixers)}")
         require(self.experts.count > 0 or self.shared is not None, "a layer must have routed experts or a shared one")
-        activations = ("silu", "relu")
-        require(self.shared is None or self.experts.activation in activations, "a shared expert has silu or relu")
+        is_clamped = self.experts.activation == "clamped_swiglu"
+        require(self.shared is None or not is_clamped, "a shared expert has silu, gelu or relu")
+        has_branches = self.shared is not None and self.shared.has_norms
+        require(not has_branches or self.experts.count > 0, "has_norms is for a shared expert beside routed ones")
+        require(0 < self.scale <= 1e4, f"scale of a layer out of range: {self.scale}")
         require(self.cross is None or self.cross.is_bare, "attention over the encoder has heads and a scale alone")
+
+    @property
+    def is_of_version_4(self) -> bool:
+        """True if version 4 of the bundle format is the first that has all parts of the layer."""
+        attention, router = self.attention, self.experts.router
+        has_values = attention is not None and (attention.value_norm or attention.value_is_key)
+        has_router = router.least_sum or router.norm_scale or router.expert_scales
+        has_branches = self.shared is not None and self.shared.has_norms
+        is_scaled = self.scale != 1 or self.experts.activation == "gelu"
+        return bool(self.recurrent or has_values or has_router or has_branches or is_scaled)
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -195,6 +215,7 @@ class ModelSpec:
         mean first and adds a bias last.
     has_head_bias: whether a bias is added to the logits before they are scaled.
     norm_offset: number that is added to the weights of norms, except those of the output of a delta rule.
+    logit_softcap: bound c of logits x, which become c tanh(x / c) after their scale; 0 for none.
     Raises ValueError if fields contradict each other.
     """
 
@@ -213,6 +234,7 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = field(default="rms", metadata=OPTIONAL)
     has_head_bias: bool = field(default=False, metadata=OPTIONAL)
     norm_offset: float = field(default=0.0, metadata=OPTIONAL)
+    logit_softcap: float = field(default=0.0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
@@ -222,6 +244,7 @@ class ModelSpec:
         require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
         require(any(layer.experts.count for layer in self.layers), "no layer has routed experts")
         require(0 <= self.norm_offset <= 1, f"norm_offset out of range: {self.norm_offset}")
+        require(0 <= self.logit_softcap <= 1e4, f"logit_softcap out of range: {self.logit_softcap}")
         for scale in (self.embedding_scale, self.residual_scale, self.logits_scale):
             require(0 < scale <= 1e4, f"scale out of range: {scale}")
         for token in self.eos_token_ids:
@@ -277,7 +300,7 @@ class ModelSpec:
     def format_version(self) -> int:
         """The lowest version of the bundle format that has all parts of the model."""
         layers = self.layers
-        if self.norm_offset or any(layer.recurrent or layer.experts.router.least_sum for layer in layers):
+        if self.norm_offset or self.logit_softcap or any(layer.is_of_version_4 for layer in layers):
             return 4
         is_new = any(attention.output_gate != "none" for attention in self.attentions)
         is_new = is_new or any(layer.norms_after or layer.experts.router.corrects_logits for layer in layers)
@@ -287,6 +310,14 @@ class ModelSpec:
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """Attention of each layer that has it, encoder first."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def needs_cpu(self) -> bool:
+        """True if a layer has an operation that accelerators do not have."""
+        return any(
+            layer.experts.activation == "gelu" or (layer.shared is not None and layer.shared.has_norms)
+            for layer in self.layers
+        )
 
     @property
     def original_positions(self) -> int:
@@ -436,6 +467,8 @@ def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
     experts = layer.experts
     if experts.count and experts.router.scoring != "uniform":
         shapes["router"] = (experts.count, hidden)
+    if experts.count and experts.router.norm_scale:
+        shapes["router_norm"] = (hidden,)
     if experts.count and experts.router.has_bias:
         shapes["router_bias"] = (experts.count,)
     if experts.count and experts.has_bias:
@@ -448,6 +481,8 @@ def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
         shapes["shared_down"] = (hidden, layer.shared.width)
         if layer.shared.has_gate:
             shapes["shared_router"] = (1, hidden)
+        if layer.shared.has_norms:
+            shapes["shared_norm"] = shapes["shared_after_norm"] = shapes["routed_after_norm"] = (hidden,)
     if layer.norms_after:
         shapes["experts_after_norm"] = (hidden,)
     return shapes
@@ -487,6 +522,9 @@ class RouterSpec:
     capacity: in an encoder, most tokens of a sequence that an expert computes; later tokens skip it. 0 for no limit.
     margin: see sparsemixer.
     static: experts chosen by the token alone; scores only weigh them.
+    norm_scale: the router reads the residual stream by an RMS norm of its own, whose weights have this factor; 0: it
+        reads what the experts read.
+    expert_scales: factor of the weight of each expert after all else; empty for none.
     least_sum: number added to the sum of the weights before they are divided by it; 0 for 1e-20.
 
     Scoring `uniform`: there is no router, and all chosen experts have equal weights. It is for static routing.
@@ -509,6 +547,8 @@ class RouterSpec:
     static: StaticRouting | None = field(default=None, metadata=OPTIONAL)
     corrects_logits: bool = field(default=False, metadata=OPTIONAL)
     least_sum: float = field(default=0.0, metadata=OPTIONAL)
+    norm_scale: float = field(default=0.0, metadata=OPTIONAL)
+    expert_scales: tuple[float, ...] = field(default=(), metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
@@ -519,6 +559,8 @@ class RouterSpec:
         is_summed = self.renormalize and self.scoring == "sigmoid"
         fits = 0 <= self.least_sum <= 1 and (is_summed or not self.least_sum)
         require(fits, "least_sum is at most 1, and for sigmoids that are renormalized")
+        require(0 <= self.norm_scale <= 1e4, f"norm_scale out of range: {self.norm_scale}")
+        require(all(abs(scale) <= 1e4 for scale in self.expert_scales), "expert_scales: expected at most 10,000 each")
         if self.scoring == "sparsemixer":
             others = self.correction or self.groups != 1 or self.has_bias or self.capacity or self.static
             require(not (self.renormalize or self.scale != 1 or others), "sparsemixer takes logits and margin only")

@@ -513,6 +513,31 @@ TINY_FAMILIES = {
          "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
         dtype="float16", seed=93,
     ),
+    "gemma4": TinyFamily(
+        "Gemma4Text",
+        {"num_experts": 8, "top_k_experts": 2, "num_hidden_layers": 4, "enable_moe_block": True,
+         "hidden_size_per_layer_input": 0, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+         "attention_k_eq_v": True, "final_logit_softcapping": 3.0, "sliding_window": 5, "rope_theta": None,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+        seed=94,
+    ),
+    "gemma4-own-values": TinyFamily(
+        "Gemma4Text",
+        {"num_experts": 6, "top_k_experts": 4, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+         "head_dim": 16, "global_head_dim": 48, "sliding_window": 9, "tie_word_embeddings": False,
+         "rope_theta": None, "rope_parameters": {
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+         }},
+        shard_size="100KB", seed=95,
+    ),
+    "gemma4-half": TinyFamily(
+        "Gemma4Text",
+        {"num_experts": 4, "top_k_experts": 1, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+         "head_dim": 32, "global_head_dim": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+         "sliding_window": 7, "rope_theta": None},
+        dtype="float16", seed=96,
+    ),
     "granite-swa-yarn-half": TinyFamily(
         "GraniteMoeSWA",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
@@ -521,8 +546,8 @@ TINY_FAMILIES = {
     ),
 }  # fmt: skip
 
-RECURRENT = ("Lfm2Moe", "Qwen3Next", "Qwen3_5MoeText")
-"""Classes of transformers whose models have layers with a recurrent state."""
+DENSE_ON_CPU = ("Lfm2Moe", "Qwen3Next", "Qwen3_5MoeText", "Gemma4Text")
+"""Classes of transformers whose dense weights no accelerator computes."""
 
 # One configuration of each family: the one with most of its special parts.
 CHOSEN = {
@@ -534,12 +559,15 @@ CHOSEN = {
     "exaone_moe": "exaone-listed", "mellum": "mellum", "flint": "flint", "granitemoeshared": "granite-shared",
     "granitemoe_swa": "granite-swa", "kolibri1": "kolibri", "laguna": "laguna", "afmoe": "afmoe",
     "lfm2_moe": "lfm2", "qwen3_next": "qwen3-next", "qwen3_5_moe_text": "qwen3.5",
+    "gemma4_text": "gemma4",
 }  # fmt: skip
 
 
 def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
     """Write a checkpoint with tokenizer into `folder` and return it."""
     settings = {key: value for key, value in {**_COMMON, **tiny.config}.items() if key != "rope_theta" or value}
+    if tiny.name == "Gemma4Text":
+        del settings["num_experts_per_tok"]
     if tiny.name.startswith(("Granite", "GptOss", "Phimoe", "MiniMaxM2")):
         del settings["moe_intermediate_size"]
     config = getattr(transformers, f"{tiny.name}Config")(**settings)
@@ -550,6 +578,8 @@ def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)
+            elif name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
+                parameter.data.uniform_(0.7, 1.2)
             elif name.endswith(("bias", "sinks")):
                 parameter.data.normal_(std=0.3)
             elif name.endswith("gate.weight") and not parameter.any():

@@ -10,9 +10,18 @@ from dataclasses import replace
 
 from moec.manifests.model import RouterSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, read_windows
+from .decoder import (
+    DecoderParts,
+    attention_of,
+    count_layers,
+    experts_of,
+    fixed,
+    layers_of,
+    read_windows,
+    shared_width,
+    with_corrections,
+)
 from .decoder_weights import DecoderNames
-from .deepseek import fixed, shared_width, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

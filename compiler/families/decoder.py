@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -252,6 +252,54 @@ def read_vector(settings: Settings, name: str, size: int) -> tuple[float, ...]:
             f"tensor `{name}` in `{checkpoint.root}`: expected {size} finite numbers", "copy the checkpoint again"
         )
     return tuple(values)
+
+
+def corrected_router(
+    settings: Settings, *, scale: float = 1.0, groups: int = 1, kept_groups: int = 1, renormalize: bool = True
+) -> RouterSpec:
+    """Return a router with sigmoid scores. A group scores by its best two. Corrections are read later.
+
+    scale, groups, kept_groups, renormalize: defaults of the family.
+    Raises CheckpointError.
+    """
+    return RouterSpec(
+        "sigmoid",
+        renormalize=settings.boolean("norm_topk_prob", renormalize),
+        scale=settings.number("routed_scaling_factor", scale),
+        groups=settings.optional_integer("n_group") or groups,
+        kept_groups=settings.optional_integer("topk_group") or kept_groups,
+        group_score="top2",
+    )
+
+
+def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Return the layers, each router with its own correction. Raises CheckpointError or ValueError."""
+    corrected = []
+    for at, layer in enumerate(layers):
+        experts = layer.experts
+        if experts.count:
+            correction = read_corrections(settings, names, at, experts.count)
+            experts = replace(experts, router=replace(experts.router, correction=correction))
+        corrected.append(replace(layer, experts=experts))
+    return tuple(corrected)
+
+
+def shared_width(settings: Settings, keys: tuple[str, ...], width: int, absent: int) -> SharedSpec | None:
+    """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError.
+
+    keys: names of their number. The first one that is given is used.
+    absent: their number if none is given.
+    """
+    key = next((key for key in keys if settings.is_given(key)), "")
+    count = absent if not key else settings.integer(key) if settings.raw(key) else 0
+    return SharedSpec(count * width) if count else None
+
+
+def fixed(settings: Settings, key: str, value: object, is_required: bool = False) -> None:
+    """Check a key that must have this value, or be absent unless it is required. Raises CheckpointError."""
+    stated = settings.raw(key)
+    if stated != value and (stated is not None or is_required):
+        settings.fail(key, f"`{value}`", "compile another checkpoint")
 
 
 def lower_family(

@@ -8,18 +8,19 @@ DeepSeek-V3, section 2.1.2.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
 from .decoder import (
     DecoderParts,
+    corrected_router,
     count_layers,
     experts_of,
+    fixed,
     layers_of,
     plain_first,
-    read_corrections,
     read_routed,
+    shared_width,
+    with_corrections,
 )
 from .decoder_weights import DecoderNames
 from .rope import read_rope, score_magnitude
@@ -88,47 +89,6 @@ def _v3_parts(
     return DecoderParts(with_corrections(settings, NAMES, _layers(settings, attention, experts, width, are_routed)))
 
 
-def corrected_router(
-    settings: Settings, *, scale: float = 1.0, groups: int = 1, kept_groups: int = 1, renormalize: bool = True
-) -> RouterSpec:
-    """Return a router with sigmoid scores. A group scores by its best two. Corrections are read later.
-
-    scale, groups, kept_groups, renormalize: defaults of the family.
-    Raises CheckpointError.
-    """
-    return RouterSpec(
-        "sigmoid",
-        renormalize=settings.boolean("norm_topk_prob", renormalize),
-        scale=settings.number("routed_scaling_factor", scale),
-        groups=settings.optional_integer("n_group") or groups,
-        kept_groups=settings.optional_integer("topk_group") or kept_groups,
-        group_score="top2",
-    )
-
-
-def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the layers, each router with its own correction. Raises CheckpointError or ValueError."""
-    corrected = []
-    for at, layer in enumerate(layers):
-        experts = layer.experts
-        if experts.count:
-            correction = read_corrections(settings, names, at, experts.count)
-            experts = replace(experts, router=replace(experts.router, correction=correction))
-        corrected.append(replace(layer, experts=experts))
-    return tuple(corrected)
-
-
-def shared_width(settings: Settings, keys: tuple[str, ...], width: int, absent: int) -> SharedSpec | None:
-    """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError.
-
-    keys: names of their number. The first one that is given is used.
-    absent: their number if none is given.
-    """
-    key = next((key for key in keys if settings.is_given(key)), "")
-    count = absent if not key else settings.integer(key) if settings.raw(key) else 0
-    return SharedSpec(count * width) if count else None
-
-
 def _layers(
     settings: Settings,
     attention: AttentionSpec,
@@ -156,9 +116,3 @@ def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:
     scale = head_size**-0.5 * score_magnitude(settings)
     rope = read_rope(settings, rotary, interleaved=interleaved)
     return AttentionSpec(heads, heads, head_size, rope, scale=scale, latent=latent)
-
-
-def fixed(settings: Settings, key: str, value: object) -> None:
-    """Check a key that must be absent or have this value. Raises CheckpointError."""
-    if settings.raw(key) not in (None, value):
-        settings.fail(key, f"`{value}`", "compile another checkpoint")

@@ -14,10 +14,12 @@ from .decoder import (
     count_layers,
     experts_of,
     first_routed,
+    fixed,
     plain_layer,
+    shared_width,
 )
 from .decoder_weights import DecoderNames
-from .deepseek import SHARED_EXPERTS, TRAINING, fixed, shared_width
+from .deepseek import SHARED_EXPERTS, TRAINING
 from .rope import read_early_rope
 from .settings import Settings
 

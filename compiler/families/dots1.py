@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, plain_first, read_windows
+from .decoder import (
+    DecoderParts,
+    attention_of,
+    corrected_router,
+    count_layers,
+    experts_of,
+    layers_of,
+    plain_first,
+    read_windows,
+    shared_width,
+    with_corrections,
+)
 from .decoder_weights import DecoderNames
-from .deepseek import ROUTED_EXPERTS, SHARED_EXPERTS, corrected_router, shared_width, with_corrections
+from .deepseek import ROUTED_EXPERTS, SHARED_EXPERTS
 from .settings import Settings
 
 NAMES = DecoderNames()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, plain_layer
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, plain_layer, shared_width, with_corrections
 from .decoder_weights import DecoderNames
-from .deepseek import shared_width, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(corrections=("mlp.moe_statics.e_score_correction_bias",))

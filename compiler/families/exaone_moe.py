@@ -10,15 +10,17 @@ from dataclasses import replace
 from .decoder import (
     DecoderParts,
     attention_of,
+    corrected_router,
     count_layers,
     experts_of,
     layers_of,
     plain_first,
     read_routed,
     read_windows,
+    shared_width,
+    with_corrections,
 )
 from .decoder_weights import DecoderNames
-from .deepseek import corrected_router, shared_width, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(corrections=("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"))

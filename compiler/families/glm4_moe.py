@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from moec.manifests.model import AttentionSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, plain_first
-from .decoder_weights import DecoderNames
-from .deepseek import (
-    ROUTED_EXPERTS,
-    SARVAM_ROUTED_EXPERTS,
-    SARVAM_SHARED_EXPERTS,
-    SHARED_EXPERTS,
+from .decoder import (
+    DecoderParts,
+    attention_of,
     corrected_router,
+    count_layers,
+    experts_of,
+    layers_of,
+    plain_first,
     shared_width,
     with_corrections,
 )
+from .decoder_weights import DecoderNames
+from .deepseek import ROUTED_EXPERTS, SARVAM_ROUTED_EXPERTS, SARVAM_SHARED_EXPERTS, SHARED_EXPERTS
 from .settings import Settings
 
 NAMES = DecoderNames()

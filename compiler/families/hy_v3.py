@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, read_routed
+from .decoder import (
+    DecoderParts,
+    attention_of,
+    count_layers,
+    experts_of,
+    layers_of,
+    read_routed,
+    shared_width,
+    with_corrections,
+)
 from .decoder_weights import DecoderNames
-from .deepseek import shared_width, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

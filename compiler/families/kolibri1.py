@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from moec.manifests.model import RouterSpec, SharedSpec
 
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, read_windows
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, layers_of, read_windows, with_corrections
 from .decoder_weights import DecoderNames
-from .deepseek import with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

@@ -10,9 +10,18 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, RouterSpec, SharedSpec
 
-from .decoder import DecoderParts, attentions_by_window, count_layers, experts_of, layers_of, read_routed, read_windows
+from .decoder import (
+    DecoderParts,
+    attentions_by_window,
+    count_layers,
+    experts_of,
+    fixed,
+    layers_of,
+    read_routed,
+    read_windows,
+    with_corrections,
+)
 from .decoder_weights import DecoderNames
-from .deepseek import fixed, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

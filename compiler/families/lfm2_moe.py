@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from moec.manifests.model import ConvolutionSpec, RouterSpec
 
-from .decoder import DecoderParts, Mixer, attention_of, count_layers, experts_of, layers_of, read_kinds
+from .decoder import (
+    DecoderParts,
+    Mixer,
+    attention_of,
+    count_layers,
+    experts_of,
+    fixed,
+    layers_of,
+    read_kinds,
+    with_corrections,
+)
 from .decoder_weights import DecoderNames
-from .deepseek import fixed, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

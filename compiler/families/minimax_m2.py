@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from .decoder import DecoderParts, alike, attention_of, experts_of
+from .decoder import DecoderParts, alike, attention_of, experts_of, fixed, with_corrections
 from .decoder_weights import DecoderNames
-from .deepseek import fixed, with_corrections
 from .settings import Settings
 
 NAMES = DecoderNames(

@@ -20,13 +20,13 @@ from .decoder import (
     attentions_by_window,
     count_layers,
     experts_of,
+    fixed,
     layers_of,
     read_plain_layers,
     read_routed,
     read_windows,
 )
 from .decoder_weights import DecoderNames
-from .deepseek import fixed
 from .settings import Settings
 
 NAMES = DecoderNames(shared=("mlp.shared_expert",))

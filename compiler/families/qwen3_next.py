@@ -14,13 +14,13 @@ from .decoder import (
     attention_of,
     count_layers,
     experts_of,
+    fixed,
     layers_of,
     read_kinds,
     read_plain_layers,
     read_vector,
 )
 from .decoder_weights import DecoderNames
-from .deepseek import fixed
 from .settings import Settings
 
 _RECURRENT = {

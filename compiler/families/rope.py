@@ -16,6 +16,7 @@ from .settings import Settings
 _REMEDY = "compile a checkpoint whose rotary embedding is plain or one of these"
 _STRETCHED = {
     "linear": {"factor"},
+    "proportional": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
@@ -39,7 +40,8 @@ def read_rope(
     Raises CheckpointError, which names the key.
     """
     kind, parameters = _parameters(settings, layer_type)
-    size = int(head_size * _share(settings, parameters, share))
+    # `proportional` rotates the first pairs of the two halves of a whole head. The others have the frequency 0.
+    size = head_size if kind == "proportional" else int(head_size * _share(settings, parameters, share))
     return _rope(settings, kind, parameters, size, interleaved, layer_type=layer_type)
 
 

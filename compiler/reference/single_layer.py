@@ -104,6 +104,7 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
     is_routed = lowering.model.layers[layer].experts.count > 0
     with _quiet_transformers(lowering.checkpoint.root):
         config = read_config(lowering.checkpoint)
+        per_layer = _own_of_layer(config, layer)
         config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -112,7 +113,8 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
             single = _build_stack_layer(lowering, layer, config, changes)
         else:
             own = {name: (getattr(config, name, None) or [None])[layer:][:1] for name in _OF_EACH_LAYER}
-            for name, value in {**changes, **own, "embedding_multiplier": 1.0, "mup_enabled": False}.items():
+            own |= {**per_layer, "embedding_multiplier": 1.0, "mup_enabled": False}
+            for name, value in {**changes, **own}.items():
                 if getattr(config, name, None) is not None:
                     setattr(config, name, value)
             model = build_model(config, lowering.checkpoint)
@@ -126,6 +128,14 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
             "install a release of transformers that pyproject.toml allows",
         )
     return single
+
+
+def _own_of_layer(config: Any, layer: int) -> dict[str, Any]:
+    """Return the settings of a configuration that has others for each layer, as those of layer 0."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    of_layer = config.per_layer_config[layer]
+    return {"per_layer_config": {0: {name: getattr(of_layer, name) for name in config.per_layer_attributes}}}
 
 
 def _build_stack_layer(lowering: Lowering, layer: int, config: Any, changes: dict[str, Any]) -> SingleLayer:

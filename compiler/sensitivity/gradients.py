@@ -216,7 +216,7 @@ class LayerGradients:
         for tokens in head.token_slices(len(normed)):
             logits = head.logits(normed[tokens].detach())
             for number, drawn in enumerate(draws):
-                at_normed[number, tokens] = head.back(sketch(logits, drawn)).cpu()
+                at_normed[number, tokens] = head.back(sketch(logits, drawn), logits).cpu()
         gradients = [
             torch.autograd.grad(normed, hidden, one, retain_graph=number + 1 < SKETCHES)[0]
             for number, one in enumerate(at_normed)

@@ -65,6 +65,7 @@ class LoadedLayer:
         stated = dict.fromkeys(_CORRECTIONS, spec.experts.router.correction)
         if spec.delta is not None:
             stated |= {_LOG_RATES: spec.delta.log_rates, _STEP_BIASES: spec.delta.step_biases}
+        stated |= {"per_expert_scale": spec.experts.router.expert_scales, "layer_scalar": (spec.scale,)}
         for name, values in (*self.single.model.named_buffers(), *self.single.model.named_parameters()):
             if numbers := stated.get(name.rpartition(".")[2]):
                 values.data.copy_(torch.tensor(numbers).view(values.shape))

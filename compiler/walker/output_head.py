@@ -33,10 +33,12 @@ class OutputHead:
 
     matrix: [V, D], may have 16 bits. Its device is where logits are computed.
     bias: float32 [V], or None.
+    softcap: bound c of logits x, which become c tanh(x / c); 0 for none.
     """
 
     matrix: Tensor
     bias: Tensor | None = None
+    softcap: float = 0.0
 
     def __len__(self) -> int:
         return len(self.matrix)
@@ -52,7 +54,8 @@ class OutputHead:
         for start in range(0, len(self), _ROWS_PER_CHUNK):
             piece = self.matrix[start : start + _ROWS_PER_CHUNK]
             out[:, start : start + len(piece)] = states @ piece.float().T
-        return out if self.bias is None else out.add_(self.bias)
+        out = out if self.bias is None else out.add_(self.bias)
+        return out.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else out
 
     def log_probs(self, states: Tensor) -> Tensor:
         """[A, D] -> log probabilities [A, V] float32. In addition to them, logits of a part of the tokens are held."""
@@ -61,8 +64,13 @@ class OutputHead:
             out[tokens] -= out[tokens].logsumexp(-1, keepdim=True)
         return out
 
-    def back(self, gradients: Tensor) -> Tensor:
-        """Return gradients at normed residual streams [A, D] of gradients at logits [A, V], on their device."""
+    def back(self, gradients: Tensor, logits: Tensor) -> Tensor:
+        """Return gradients at normed residual streams [A, D] of gradients at logits [A, V], on their device.
+
+        logits: of these streams, [A, V].
+        """
+        if self.softcap:
+            gradients = gradients * (1 - (logits / self.softcap) ** 2)
         out = gradients.new_zeros(len(gradients), self.matrix.shape[1])
         for start in range(0, len(self), _ROWS_PER_CHUNK):
             out += gradients[:, start : start + _ROWS_PER_CHUNK] @ self.matrix[start : start + _ROWS_PER_CHUNK].float()
@@ -87,7 +95,7 @@ def output_head(lowering: Lowering, device: torch.device = CPU) -> OutputHead:
     model = lowering.model
     matrix = lowering.dense_weight(model.head_name).to(device)
     bias = lowering.dense_weight("lm_head_bias").float() * model.logits_scale if model.has_head_bias else None
-    return OutputHead(matrix, None if bias is None else bias.to(device))
+    return OutputHead(matrix, None if bias is None else bias.to(device), model.logit_softcap)
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

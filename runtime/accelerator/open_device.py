@@ -81,6 +81,11 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
             f"`--accelerator {name}` needs the package `torch`, which is not installed",
             'pip install "moec[cuda]"',
         ) from error
+    if manifest.model.needs_cpu:
+        raise AcceleratorUnavailable(
+            f"`--accelerator {name}` has no kernels for GELU and for a dense branch beside the experts",
+            "leave it out to run on the CPU alone",
+        )
     is_cpu = name == TORCH_CPU
     device = torch.device("cpu") if is_cpu else _cuda(name)
     given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)

@@ -37,7 +37,7 @@ class PackedMatrix:
 class Expert:
     """The projections of one expert.
 
-    activation: 0 silu, 1 clamped SwiGLU, 2 ReLU, which has no gate.
+    activation: 0 silu, 1 clamped SwiGLU, 2 ReLU, which has no gate, 3 GELU.
     limit: of clamped SwiGLU.
     biases: none, or those of gate, up and down.
     reads_bfloats: bfloat16 matrices read activations rounded to bfloat16, by the kernels that are active now.
@@ -62,7 +62,7 @@ class AttentionLayer:
         self,
         norm: tuple[Floats, Floats | None, Floats | None],
         norm_eps: float,
-        matrices: tuple[PackedMatrix, ...],
+        matrices: tuple[PackedMatrix | None, ...],
         biases: tuple[Floats | None, ...],
         head_norms: tuple[Floats | None, ...],
         head_norm_eps: float,
@@ -76,6 +76,7 @@ class AttentionLayer:
         distance_bias: Floats | None,
         gate: PackedMatrix | None,
         gate_function: str,
+        value_norm: Floats | None,
         residual_scale: float,
     ) -> None: ...
     def attend(
@@ -373,14 +374,16 @@ class ExpertLayers:
     The specification is `Model._experts_layer` in runtime/model/forward.py.
 
     layers: one dictionary per layer, with these keys:
-    - `norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None; `after_norm`: float32 [D] of
-      an RMS norm of the sum, or None.
+    - `experts_norm`: float32 [D]; `norm_eps`; `norm_bias`: float32 [D] of a layer norm, or None. Or None: weights of
+      RMS norms, float32 [D]: `experts_after_norm` of the sum; `router_norm`, `shared_norm` before the router and the
+      shared expert; `routed_after_norm`, `shared_after_norm` of the two outputs.
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
     - `rule`: None for a plain softmax, else eight values. They are the scoring (`softmax`, `sigmoid`, `sparsemixer`),
       the correction or None, the number of groups, how many are kept, whether the best two rate a group, the margin,
       whether logits are corrected, and what is added to the sum of the weights.
     - `shared`: Expert or None; `shared_router`: PackedMatrix [1, D] or None.
-    - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
+    - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`, `stream_scale`.
+    - `expert_scales`: float32 [E] or None.
     - `experts`: one Expert per row of the router; None for one that is left out.
     - `ahead`: later layers to predict, nearest first, one tuple each.
 

@@ -22,7 +22,9 @@ from .stream_layer import AttentionRule, StreamLayer, TokenPlaces, product
 class AttentionLayer(StreamLayer):
     """Weights of attention with grouped heads. None: the model has no such part.
 
-    matrices: of queries [H Dh, D], keys [Hkv Dh, D], values [Hkv Dh, D], and of the output [D, H Dh].
+    matrices: of queries [H Dh, D], keys [Hkv Dh, D], values [Hkv Dh, D], and of the output [D, H Dh]. Without one of
+        values, these are the products of the keys.
+    value_norm: weight of an RMS norm of each head of values, float32 [Dh].
     biases: float32, one per matrix.
     head_norms: RMS norms of queries and keys. [Dh]: a norm of each head. [H Dh] and [Hkv Dh]: one norm of all heads.
 
@@ -33,7 +35,7 @@ class AttentionLayer(StreamLayer):
     gate_function: `sigmoid` or `softplus`.
     """
 
-    matrices: tuple[PackedMatrix, ...]
+    matrices: tuple[PackedMatrix | None, ...]
     kv_heads: int
     head_size: int
     scale: float
@@ -47,14 +49,22 @@ class AttentionLayer(StreamLayer):
     distance_bias: Floats | None = None
     gate: PackedMatrix | None = None
     gate_function: str = "sigmoid"
+    value_norm: Floats | None = None
 
     def _mix(self, steps: Any, normed: Floats, state: Sequence[np.ndarray], places: TokenPlaces) -> Floats:
         k_cache, v_cache = state
         count = len(normed)
         *sources, output = self.matrices
-        flat = [np.empty((count, matrix.rows), np.float32) for matrix in sources]
-        steps.linears(sources, normed, flat)
+        present = [matrix for matrix in sources if matrix is not None]
+        if output is None or len(present) < 2:
+            raise ValueError("matrices: expected those of queries, keys and the output")
+        flat = [np.empty((count, matrix.rows), np.float32) for matrix in present]
+        steps.linears(present, normed, flat)
+        flat += [flat[1].copy()] * (3 - len(flat))
         _add_biases(flat, self.biases[:3])
+        if self.value_norm is not None:
+            values = flat[2].reshape(-1, self.head_size)
+            steps.rms_norm(values, self.value_norm, self.head_norm_eps, values)
         query, key, value = (rows.reshape(count, rows.shape[1] // self.head_size, self.head_size) for rows in flat)
         for heads, norm in zip((query, key), self.head_norms, strict=True):
             if norm is not None:

@@ -61,6 +61,16 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
         return np.asarray(np.float32(1) / (np.float32(1) + exp(-x)), np.float32)
 
 
+def softcapped(x: np.ndarray, bound: float) -> np.ndarray:
+    """Return bound * tanh(x / bound), float32 of the same shape. The result is new.
+
+    x: float32.
+    """
+    with np.errstate(over="ignore"):
+        turned = exp(x * np.float32(-2 / bound))
+    return np.asarray(np.float32(2 * bound) / (np.float32(1) + turned) - np.float32(bound), np.float32)
+
+
 def softplus(x: np.ndarray) -> np.ndarray:
     """Return ln(1 + e^x), float32 of the same shape. Relative error at most 3e-7.
 

@@ -159,7 +159,7 @@ class HeadAttention:
             norm_bias=norm.bias,
             after_norm=weights.get("attention_after_norm"),
             norm_eps=norm.eps,
-            matrices=(weights["query"], weights["key"], weights["value"], weights["output"]),
+            matrices=(weights["query"], weights["key"], weights.get("value"), weights["output"]),
             biases=tuple(weights.get(f"{name}_bias") for name in ("query", "key", "value", "output")),
             head_norms=(weights.get("query_norm"), weights.get("key_norm")),
             head_norm_eps=model.norm_eps,
@@ -173,6 +173,7 @@ class HeadAttention:
             distance_bias=bias,
             gate=weights.get("output_gate"),
             gate_function=spec.output_gate if spec.output_gate != "none" else "sigmoid",
+            value_norm=np.ones(spec.head_size, np.float32) if spec.value_norm else None,
             residual_scale=model.residual_scale,
         )
 

@@ -37,7 +37,12 @@ def stream_norms(model: ModelSpec, dense: Mapping[str, Any]) -> dict[str, Norm]:
 
     dense: all dense weights by name.
     """
-    kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm", "_after_norm")
-    return {
+    kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm", "_after_norm", "shared_norm")
+    norms = {
         name: Norm(dense[name], dense.get(f"{name}_bias"), model.norm_eps) for name in dense if name.endswith(kinds)
     }
+    for index, layer in enumerate(model.layers):
+        if layer.experts.router.norm_scale:
+            name = f"layers.{index}.router_norm"
+            norms[name] = Norm(dense[name] * np.float32(layer.experts.router.norm_scale), None, model.norm_eps)
+    return norms

@@ -42,6 +42,7 @@ class RoutingRule:
         self.is_softmax = router.is_plain
         """True if the score of an expert is its softmax share over all experts that are not pruned."""
         self.correction = np.array(router.correction, np.float32) if router.correction else None
+        self.expert_scales = np.array(router.expert_scales, np.float32) if router.expert_scales else None
         self.static: np.ndarray | None = None
         """Experts of each token id, int32 [V, K]; set only for static routing."""
         if router.static is not None:
@@ -73,6 +74,8 @@ class RoutingRule:
             chosen, weights = self._by_score(logits, tokens, top_k)
         if router.scale != 1.0:
             weights *= np.float32(router.scale)
+        if self.expert_scales is not None:
+            weights *= self.expert_scales[chosen]
         return chosen, weights
 
     def _by_score(self, logits: np.ndarray, tokens: np.ndarray | None, top_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -145,6 +148,8 @@ class RoutingRule:
         weights = np.where(chosen >= 0, np.take_along_axis(scores, np.maximum(chosen, 0), axis=1), np.float32(0))
         if self._experts.router.renormalize:
             weights /= weights.sum(axis=1, keepdims=True) + np.float32(self.spec.least_sum or LEAST_SUM)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[np.maximum(chosen, 0)]
         return np.asarray(weights * np.float32(self._experts.router.scale), np.float32)
 
     def _among_kept(self, logits: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from moec.manifests.bundle import BundleManifest
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
+from ..kernels.elementary import softcapped
 from ..layers.attention import CrossAttention, DensePart, layer_weights, linear_rows, mixer_blocks
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
@@ -27,7 +28,7 @@ from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 from .expert_requests import ExpertOffload, choose_experts
-from .one_call import PassExperts
+from .one_call import NORM_KINDS, PassExperts
 
 
 class Model:
@@ -46,7 +47,8 @@ class Model:
         self.experts = experts
         self.cache = cache
         self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
-        self._is_head_plain = self._head_bias is None and self.spec.logits_scale == 1.0
+        is_scaled = self.spec.logits_scale != 1.0 or self.spec.logit_softcap != 0
+        self._is_head_plain = self._head_bias is None and not is_scaled
         self._first_decoder = self.spec.first_decoder_layer
         self._norms = stream_norms(self.spec, dense)
         weights = [layer_weights(dense, at) for at in range(self.spec.num_layers)]
@@ -102,8 +104,7 @@ class Model:
         if isinstance(self.cache, NativeCache):
             self.pass_experts = PassExperts(
                 self.spec,
-                self.router_norms(),
-                [self._norms.get(f"layers.{index}.experts_after_norm") for index in range(self.spec.num_layers)],
+                {kind: self.norms_of(kind) for kind in NORM_KINDS},
                 self._routers,
                 self.experts,
                 self.shared_experts,
@@ -115,9 +116,14 @@ class Model:
         """Return whether a stored expert is in memory, on its way, or on an accelerator."""
         return self.cache.is_loading_or_resident(index) or not self.absent([index])
 
+    def norms_of(self, kind: str) -> list[Norm | None]:
+        """Return the norm of this kind of each layer, such as `shared_norm`."""
+        return [self._norms.get(f"layers.{index}.{kind}") for index in range(self.spec.num_layers)]
+
     def router_norms(self) -> list[Norm]:
         """Return the norm before the router of each layer."""
-        return [self._norms[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
+        layers = [f"layers.{index}." for index in range(self.spec.num_layers)]
+        return [self._norms.get(f"{at}router_norm", self._norms[f"{at}experts_norm"]) for at in layers]
 
     def routers(self) -> list[Router | None]:
         return self._routers
@@ -254,12 +260,14 @@ class Model:
         return out
 
     def _numpy_logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the logits of a head with a bias or a scale, or without the extension."""
+        """Return the logits of a head with a bias, a scale or a bound, or without the extension."""
         out = self.dense_part.head(self._norms["final_norm"](hidden))
         if self._head_bias is not None:
             out += self._head_bias
         if self.spec.logits_scale != 1.0:
             out *= np.float32(self.spec.logits_scale)
+        if self.spec.logit_softcap:
+            out = softcapped(out, self.spec.logit_softcap)
         return out
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, prompts: kernels.TokenPlaces, kv: KVCache) -> None:
@@ -281,7 +289,8 @@ class Model:
         index = state.layer
         started_ns = time.perf_counter_ns()
         normed = self._norms[f"layers.{index}.experts_norm"](state.hidden)
-        requested, weights = self._route(state, normed, slots)
+        own = self._norms.get(f"layers.{index}.router_norm")
+        requested, weights = self._route(state, normed if own is None else own(state.hidden), slots)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
         if predicted is not None:
@@ -309,7 +318,10 @@ class Model:
     def _route(
         self, state: PassState, normed: np.ndarray, slots: np.ndarray
     ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Return the stored experts that the running layer needs, and the weights, as `choose_experts` does."""
+        """Return the stored experts that the running layer needs, and the weights, as `choose_experts` does.
+
+        normed: input of the router, float32 [T, D].
+        """
         index, router = state.layer, self._routers[state.layer]
         first, experts = self._first_expert[index], self.spec.layers[index].experts
         if router is None:
@@ -335,6 +347,8 @@ class Model:
         """
         index, is_one = state.layer, len(normed) == 1
         shared, chosen_count = self.shared_experts.get(index), weights.shape[1]
+        own = self._norms.get(f"layers.{index}.shared_norm")
+        shared_input = normed if own is None else own(state.hidden)
         if shared is not None:  # one more rank, after the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
         parts = self._outputs((len(normed), weights.shape[1], normed.shape[1]))
@@ -357,19 +371,32 @@ class Model:
                     self._compute_expert(experts[0], requested[experts[0]], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
                 if shared is not None:  # while misses are read
-                    self._compute_shared(shared, normed, parts)
+                    self._compute_shared(shared, shared_input, parts)
                     shared = None
         if shared is not None:
-            self._compute_shared(shared, normed, parts)
+            self._compute_shared(shared, shared_input, parts)
         if split is not None:
             started_ns = time.perf_counter_ns()
             split.finish(parts)
             self.times.experts_ns += time.perf_counter_ns() - started_ns
-        out = np.empty_like(state.hidden)
-        kernels.combine(parts, weights, out)
-        after = self._norms.get(f"layers.{index}.experts_after_norm")
-        out = out if after is None else after(out)
-        self._add(state.hidden, out)
+        self._add(state.hidden, self._sum_of(index, parts, weights))
+        if self.spec.layers[index].scale != 1.0:
+            state.hidden *= np.float32(self.spec.layers[index].scale)
+
+    def _sum_of(self, index: int, parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Return the sum of the experts' outputs, [T, K, D] with weights [T, K] -> [T, D], after its norms."""
+        routed_after, shared_after, after = (
+            self._norms.get(f"layers.{index}.{kind}_after_norm") for kind in ("routed", "shared", "experts")
+        )
+        out = np.empty((len(parts), parts.shape[2]), np.float32)
+        if routed_after is None or shared_after is None:
+            kernels.combine(parts, weights, out)
+        else:  # the shared expert, which is the last rank, has a norm of its own
+            alone = weights.copy()
+            alone[:, -1] = 0
+            kernels.combine(parts, alone, out)
+            out = routed_after(out) + shared_after(np.ascontiguousarray(parts[:, -1]))
+        return out if after is None else after(out)
 
     def _outputs(self, shape: tuple[int, int, int]) -> np.ndarray:
         """Return memory for the experts' outputs, float32 [T, ranks, D], uninitialized.

@@ -39,6 +39,17 @@ Scoring = tuple[str, np.ndarray | None, int, int, bool, float, bool, float]
 whether logits are corrected, and what is added to the sum of the weights."""
 
 
+NORM_KINDS = (
+    "experts_norm",
+    "experts_after_norm",
+    "router_norm",
+    "shared_norm",
+    "shared_after_norm",
+    "routed_after_norm",
+)
+"""Norms of a layer's experts. All but the first may be absent."""
+
+
 class PredictedLayer(NamedTuple):
     """A layer that is predicted while another one runs, as the extension takes it.
 
@@ -77,8 +88,7 @@ class PassExperts:
     def __init__(
         self,
         spec: ModelSpec,
-        norms: Sequence[Norm],
-        norms_after: Sequence[Norm | None],
+        norms: Mapping[str, Sequence[Norm | None]],
         routers: Sequence[Router | None],
         experts: Sequence[Any],
         shared: Mapping[int, SharedExpert],
@@ -87,18 +97,18 @@ class PassExperts:
     ) -> None:
         """Bind the layers.
 
-        norms, norms_after: norms before and after the experts of each layer; None for none.
+        norms: of each layer, by kind (NORM_KINDS); None for none.
         routers: router of each layer; None for a layer without routed experts.
         experts: kernels.Expert, counted over all layers.
         shared: shared experts by layer.
         """
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
         self._bound = _bound_to(cache, advisor)
-        self._spec, self._norms, self._norms_after, self._routers = spec, norms, norms_after, routers
+        self._spec, self._norms, self._routers = spec, norms, routers
         self._experts, self._shared = experts, shared
         fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
-        self.native = cache.bind_layers(fields, spec.hidden_size, norms[0].eps, PASS_RULES, paths)
+        self.native = cache.bind_layers(fields, spec.hidden_size, spec.norm_eps, PASS_RULES, paths)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -198,13 +208,16 @@ class PassExperts:
     def fields(self, at: int) -> dict[str, Any]:
         """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
         spec, first = self._spec.layers[at].experts, self._advisor.first_expert[at]
-        router, shared, norm = self._routers[at], self._shared.get(at), self._norms[at]
-        experts, after = self._experts[first : first + spec.count], self._norms_after[at]
+        router, shared, norm = self._routers[at], self._shared.get(at), self._norms["experts_norm"][at]
+        experts = self._experts[first : first + spec.count]
+        norms = {kind: each[at] for kind, each in self._norms.items()}
+        scales = None if router is None else router.rule.expert_scales
         return {
-            "norm": norm.weight,
-            "norm_bias": norm.bias,
-            "after_norm": None if after is None else after.weight,
-            "norm_eps": norm.eps,
+            **{kind: None if found is None else found.weight for kind, found in norms.items()},
+            "norm_bias": None if norm is None else norm.bias,
+            "norm_eps": self._spec.norm_eps,
+            "stream_scale": self._spec.layers[at].scale,
+            "expert_scales": scales,
             "router": None if router is None or router.matrix is None else router.matrix.native,
             "router_bias": None if router is None else router.bias,
             "rule": None if router is None else _scoring_of(router),

@@ -31,7 +31,7 @@ from tests.accelerator.conftest import memory_for, name_of
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of
-from tests.tiny_families import RECURRENT, TINY_FAMILIES, save_tiny_family
+from tests.tiny_families import DENSE_ON_CPU, TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 from tests.tiny_switch import TinySwitch, save_tiny_switch
 
@@ -63,7 +63,9 @@ def dense_on_device(engine: Engine) -> bool:
     return used.uses_dense
 
 
-@pytest.mark.parametrize("family", sorted(name for name in TINY_FAMILIES if TINY_FAMILIES[name].name not in RECURRENT))
+@pytest.mark.parametrize(
+    "family", sorted(name for name in TINY_FAMILIES if TINY_FAMILIES[name].name not in DENSE_ON_CPU)
+)
 def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: torch.device, family: str) -> None:
     """Windows, sinks, biases, norms of queries and keys, latent attention, shared experts, tied heads, rotations."""
     bundle = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES[family]), tmp_path / "bundle")

@@ -12,8 +12,10 @@ import numpy as np
 from ..packed_matrix import Floats, Int32s, PackedMatrix, check_array, check_indices, check_shape, require
 from .products import products_of
 
-ACTIVATIONS = ("silu", "clamped_swiglu", "relu")
+ACTIVATIONS = ("silu", "clamped_swiglu", "relu", "gelu")
 SWIGLU_SLOPE = np.float32(1.702)
+_GELU_SLOPE, _GELU_CUBE = np.float32(2 * 0.79788456), np.float32(2 * 0.79788456 * 0.044715)
+"""Twice sqrt(2 / pi), and this times the factor of the cube."""
 
 
 class Expert:
@@ -73,13 +75,18 @@ def silu(x: Floats) -> Floats:
 def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
     """Return the input of the down projection.
 
-    silu: silu(gate) * up.
+    silu: silu(gate) * up. gelu: GELU in its tanh form instead, x / (1 + exp(-2 z)) with z = sqrt(2 / pi) (x + 0.044715
+        x^3).
     relu: max(up, 0), without a gate.
     clamped_swiglu: (u + 1) g / (1 + exp(-1.702 g)), g = min(gate, limit), u = up within +-limit.
     Source: gpt-oss model card, section 2.
     """
     if activation == "silu":
         return silu(gate) * up
+    if activation == "gelu":
+        with np.errstate(over="ignore"):
+            slope = np.exp(-gate * (_GELU_SLOPE + _GELU_CUBE * gate * gate))
+        return np.asarray(gate / (np.float32(1) + slope) * up, np.float32)
     if activation == "relu":
         return np.asarray(np.maximum(up, np.float32(0)), np.float32)
     bound = np.float32(limit)

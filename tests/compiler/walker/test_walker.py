@@ -435,6 +435,19 @@ def test_log_probabilities_do_not_depend_on_how_many_tokens_are_held(
     assert (found - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_head_goes_back_as_torch_does(softcap: float) -> None:
+    torch.manual_seed(1)
+    head = OutputHead(torch.randn(VOCABULARY, HIDDEN), torch.randn(VOCABULARY), softcap)
+    states, gradients = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(TOKENS, VOCABULARY)
+    plain = states @ head.matrix.T + head.bias
+    expected = softcap * torch.tanh(plain / softcap) if softcap else plain
+    logits = head.logits(states.detach())
+    assert (logits - expected).abs().max() < 1e-4
+    (wanted,) = torch.autograd.grad(expected, states, gradients)
+    assert (head.back(gradients, logits) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
 def embedder() -> tuple[Embed, weakref.ref[Tensor]]:
     """An embedding by a table, and whether the table is still in memory."""
     table = torch.ones(8, 4)

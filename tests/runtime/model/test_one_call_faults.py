@@ -142,7 +142,7 @@ def test_a_signal_comes_through_while_a_layer_waits(
 def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return changes of the fields of a layer, and what the refusal of each says."""
     short, norms = fields["experts"][:-1], np.ones(3, np.float32)
-    norm = fields["norm"]
+    norm = fields["experts_norm"]
     known = PredictedLayer(1, 1, 12, 3, 12, (-1, 12, False, 2))
     right = known._replace(router=fields["router"], norm=norm)
     return [
@@ -153,7 +153,7 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
         ({"top_k": 13}, "experts: expected 12"),
         ({"top_k": 0}, "experts: expected 12"),
-        ({"norm": norms}, "norm"),
+        ({"experts_norm": norms}, "experts_norm"),
         ({"router": 3}, "router: expected a packed matrix"),
         ({"router": None}, "experts: expected 0"),
         ({"router_bias": np.zeros(11, np.float32)}, "router_bias"),
@@ -178,7 +178,7 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"rule": ("sigmoid", norm, 1, 1, False, 0.0, False, 1e-20)}, "correction"),
         ({"shared_router": fields["router"]}, "shared_router: expected one row and a shared expert, found 12 rows"),
         ({"norm_bias": norms}, "norm_bias"),
-        ({"after_norm": norms}, "after_norm"),
+        ({"experts_after_norm": norms}, "experts_after_norm"),
         ({"ahead": [right._replace(bias=norm)]}, "router_bias"),
         ({"ahead": [right._replace(norm_bias=norms)]}, "norm_bias"),
         ({"ahead": [right._replace(scoring=("none", None, 1, 1, False, 0.0, False, 1e-20))]}, "rule: expected softmax"),
@@ -213,9 +213,9 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         for change, told in wrong_fields(fields):
             with pytest.raises(ValueError, match=told):
                 cache.bind_layers([fields | change], size, 1e-5, PASS_RULES)
-        with pytest.raises(ValueError, match="expected `norm`"):
+        with pytest.raises(ValueError, match="expected `experts_norm`"):
             cache.bind_layers(
-                [{name: value for name, value in fields.items() if name != "norm"}], size, 1e-5, PASS_RULES
+                [{name: value for name, value in fields.items() if name != "experts_norm"}], size, 1e-5, PASS_RULES
             )
         with pytest.raises(ValueError, match="a dictionary for each"):
             cache.bind_layers([3], size, 1e-5, PASS_RULES)  # type: ignore[list-item]

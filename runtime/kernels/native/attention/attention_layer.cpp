@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace moec {
@@ -151,13 +152,26 @@ bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, cons
     float* const gates = values + tokens * key_size;
 
     norm_stream(layer.ends, hidden, tokens, size, stream);
-    const MatrixView* const matrices[] = {&layer.query, &layer.key, &layer.value, &layer.gate};
-    float* const rows[] = {queries, keys, values, gates};
-    if (!linears(matrices, layer.gate.rows > 0 ? 4 : 3, stream, tokens, rows)) {
+    const MatrixView* matrices[4] = {&layer.query, &layer.key};
+    float* rows[4] = {queries, keys};
+    int64_t count = 2;
+    for (const auto& [matrix, products] : {std::pair{&layer.value, values}, std::pair{&layer.gate, gates}}) {
+        if (matrix->rows > 0) {
+            matrices[count] = matrix;
+            rows[count++] = products;
+        }
+    }
+    if (!linears(matrices, count, stream, tokens, rows)) {
         return false;
     }
-    for (int i = 0; i < 3; ++i) {
-        add_bias(rows[i], layer.biases[i], tokens, matrices[i]->rows);
+    if (layer.value.rows == 0) {
+        std::copy(keys, keys + tokens * key_size, values);
+    }
+    add_bias(queries, layer.biases[0], tokens, query_size);
+    add_bias(keys, layer.biases[1], tokens, key_size);
+    add_bias(values, layer.biases[2], tokens, key_size);
+    if (layer.value_norm != nullptr) {
+        rms_norm(values, layer.value_norm, layer.head_norm_eps, tokens * layer.kv_heads, layer.head_size, values);
     }
     if (!turn_heads(layer, layer.query_norm, queries, tokens, layer.heads, places.positions) ||
         !turn_heads(layer, layer.key_norm, keys, tokens, layer.kv_heads, places.positions)) {

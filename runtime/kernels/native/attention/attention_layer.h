@@ -38,10 +38,11 @@ struct Rotation {
 // Grouped heads with keys and values of their own. Null: the model has no such part.
 struct AttentionLayerView {
     StreamEnds ends;
-    MatrixView query, key, value, output;
+    MatrixView query, key, value, output;  // value without rows: values are the products of the keys
     const float* biases[4];   // of query, key, value and output
     const float* query_norm;  // [Dh], or [H Dh] with norms_whole_rows
     const float* key_norm;    // [Dh], or [Hkv Dh]
+    const float* value_norm;  // [Dh]
     bool norms_whole_rows;
     float head_norm_eps;
     Rotation rotation;

@@ -50,7 +50,7 @@ void ExpertLayers::end_pass() {
     if (has_one()) {
         return;
     }
-    for (std::vector<float>* const values : {&normed_, &weights_, &parts_, &sum_, &kept_, &shared_weights_, &logits}) {
+    for (std::vector<float>* const values : {&normed_, &router_input_, &shared_input_, &weights_, &parts_, &sum_, &kept_, &shared_weights_, &logits}) {
         std::vector<float>().swap(*values);
     }
     for (Indices* const places : {&starts_, &token_rows_, &part_rows_}) {
@@ -70,6 +70,7 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
     logits.resize(tokens * experts);
     chosen.resize(tokens * top_k);
     weights_.resize(tokens * top_k);
+    input_of(layer.shared_norm, layer, shared_input_);
     if (!weigh_shared(layer)) {
         return false;
     }
@@ -77,7 +78,7 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
         return true;
     }
     float* const outputs[] = {logits.data()};
-    if (!linears(&layer.router, 1, normed_.data(), rows_.tokens, outputs)) {
+    if (!linears(&layer.router, 1, input_of(layer.router_norm, layer, router_input_), rows_.tokens, outputs)) {
         return false;
     }
     for (size_t t = 0; t < tokens; ++t) {
@@ -91,7 +92,20 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
             weight *= layer.weight_scale;
         }
     }
+    for (size_t i = 0; layer.expert_scales != nullptr && i < weights_.size(); ++i) {
+        weights_[i] *= layer.expert_scales[chosen[i]];
+    }
     return true;
+}
+
+// What a part of the layer reads: the stream after a norm of its own, if it has one, else what the experts read.
+const float* ExpertLayers::input_of(const float* own_norm, const ExpertLayerView& layer, std::vector<float>& own) {
+    if (own_norm == nullptr) {
+        return normed_.data();
+    }
+    own.resize(normed_.size());
+    rms_norm(rows_.hidden, own_norm, layer.norm_eps, rows_.tokens, size_, own.data());
+    return own.data();
 }
 
 // Turns logits into experts and weights, without the scale of the router.
@@ -118,7 +132,7 @@ bool ExpertLayers::weigh_shared(const ExpertLayerView& layer) {
         return true;
     }
     float* const outputs[] = {shared_weights_.data()};
-    if (!linears(&layer.shared_router, 1, normed_.data(), rows_.tokens, outputs)) {
+    if (!linears(&layer.shared_router, 1, shared_input(layer), rows_.tokens, outputs)) {
         return false;
     }
     sigmoid(shared_weights_.data(), rows_.tokens);
@@ -241,9 +255,10 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
         token_rows.push_back(t);
         part_rows.push_back(t * ranks + layer.top_k);
     }
-    const ExpertCall call{normed_.data(), token_rows.data(), part_rows.data(), rows_.tokens, parts_.data()};
+    const float* const input = shared_input(layer);
+    const ExpertCall call{input, token_rows.data(), part_rows.data(), rows_.tokens, parts_.data()};
     const bool has_memory = has_one()
-                                ? experts_of_token(&layer.shared, 1, normed_.data(), part_rows.data(), parts_.data())
+                                ? experts_of_token(&layer.shared, 1, input, part_rows.data(), parts_.data())
                                 : expert_ffn(*layer.shared, call);
     outcome.shared_ns = now_ns() - started_ns;
     outcome.dense_ns += outcome.shared_ns;
@@ -323,12 +338,36 @@ void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
         weights_.swap(all);
     }
     sum_.resize(static_cast<size_t>(rows_.tokens * size_));
-    combine(parts_.data(), weights_.data(), rows_.tokens, ranks_of(layer), size_, sum_.data());
+    if (layer.routed_after_norm == nullptr) {
+        combine(parts_.data(), weights_.data(), rows_.tokens, ranks_of(layer), size_, sum_.data());
+    } else {
+        sum_branches(layer);
+    }
     if (layer.after_norm != nullptr) {
         rms_norm(sum_.data(), layer.after_norm, layer.norm_eps, rows_.tokens, size_, sum_.data());
     }
     for (size_t i = 0; i < sum_.size(); ++i) {
         rows_.hidden[i] += sum_[i] * layer.residual_scale;
+    }
+    for (size_t i = 0; layer.stream_scale != 1.0f && i < sum_.size(); ++i) {
+        rows_.hidden[i] *= layer.stream_scale;
+    }
+}
+
+// The sum of the routed experts and the output of the shared one, which is the last rank, each after a norm of its own.
+void ExpertLayers::sum_branches(const ExpertLayerView& layer) {
+    const int64_t ranks = ranks_of(layer);
+    for (int64_t t = 0; t < rows_.tokens; ++t) {
+        weights_[static_cast<size_t>(t * ranks + layer.top_k)] = 0.0f;
+    }
+    combine(parts_.data(), weights_.data(), rows_.tokens, ranks, size_, sum_.data());
+    rms_norm(sum_.data(), layer.routed_after_norm, layer.norm_eps, rows_.tokens, size_, sum_.data());
+    for (int64_t t = 0; t < rows_.tokens; ++t) {
+        float* const part = parts_.data() + (t * ranks + layer.top_k) * size_;
+        rms_norm(part, layer.shared_after_norm, layer.norm_eps, 1, size_, part);
+        for (int64_t i = 0; i < size_; ++i) {
+            sum_[static_cast<size_t>(t * size_ + i)] += part[i];
+        }
     }
 }
 

@@ -99,6 +99,10 @@ struct ExpertLayerView {
     const float* norm;       // [D]
     const float* norm_bias;  // [D], of a layer norm; null: an RMS norm
     const float* after_norm;  // [D], of an RMS norm of the sum; may be null
+    const float* router_norm;        // [D], before the router; null: it reads what the experts read
+    const float* shared_norm;        // [D], before the shared expert; null: it reads what the experts read
+    const float* shared_after_norm;  // [D], of its output, and of the sum of the routed experts; both or none
+    const float* routed_after_norm;
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
     const float* router_bias;  // [E]; may be null
@@ -107,7 +111,8 @@ struct ExpertLayerView {
     const MatrixView* shared_router;  // [1, D], the sigmoid of its logit weighs the shared expert; null: its weight is 1
     int64_t layer, first_expert, top_k;
     bool renormalizes;
-    float weight_scale, residual_scale;
+    float weight_scale, residual_scale, stream_scale;
+    const float* expert_scales;              // [E], factors of the weights; may be null
     std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen
     bool has_left_out;
     std::vector<uint8_t> left_out;           // [E]; 1 where `experts` is null
@@ -177,6 +182,11 @@ class ExpertLayers {
     End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
                         Outcome& outcome);
     void add_outputs(const ExpertLayerView& layer);
+    void sum_branches(const ExpertLayerView& layer);
+    const float* input_of(const float* own_norm, const ExpertLayerView& layer, std::vector<float>& own);
+    const float* shared_input(const ExpertLayerView& layer) const {
+        return layer.shared_norm == nullptr ? normed_.data() : shared_input_.data();
+    }
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
     int64_t ranks_of(const ExpertLayerView& layer) const { return layer.top_k + (layer.shared != nullptr); }
     bool has_one() const { return rows_.tokens == 1; }
@@ -192,7 +202,7 @@ class ExpertLayers {
     std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
-    std::vector<float> normed_, weights_, parts_, sum_, kept_, shared_weights_;
+    std::vector<float> normed_, router_input_, shared_input_, weights_, parts_, sum_, kept_, shared_weights_;
     // Choices of several tokens, expert by expert: those of expert e are [starts_[e], starts_[e + 1]) of the two others.
     Indices starts_, token_rows_, part_rows_;
 };

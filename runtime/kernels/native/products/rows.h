@@ -34,6 +34,12 @@ MOEC_INLINE Floats silu_lanes(Floats x) {
     return div(x, add(broadcast(1.0f), exp_lanes(sub(zero(), x))));
 }
 
+// x (1 + tanh(z)) / 2 = x / (1 + exp(-2 z)) with z = sqrt(2 / pi) (x + 0.044715 x^3).
+MOEC_INLINE Floats gelu_lanes(Floats x) {
+    const Floats cubic = fma(mul(x, x), broadcast(-2 * 0.79788456f * 0.044715f), broadcast(-2 * 0.79788456f));
+    return div(x, add(broadcast(1.0f), exp_lanes(mul(x, cubic))));
+}
+
 inline void exp_row(const float* x, int64_t size, float* out) {
     for (int64_t i = 0; i < size; i += kLanes) {
         const int count = lanes_left<kLanes>(size, i);
@@ -48,6 +54,9 @@ MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
     }
     if (gating.activation == Activation::kRelu) {
         return larger(zero(), up);  // NaN stays NaN: the second operand wins
+    }
+    if (gating.activation == Activation::kGelu) {
+        return mul(gelu_lanes(gate), up);
     }
     const Floats limit = broadcast(gating.limit), one = broadcast(1.0f);
     const Floats g = smaller(limit, gate), u = smaller(limit, larger(sub(zero(), limit), up));

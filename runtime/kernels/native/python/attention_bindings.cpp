@@ -166,15 +166,17 @@ class AttentionLayer {
     AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms,
                    float head_norm_eps, nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size,
                    float scale, int64_t window, nb::object sinks, nb::object distance_bias, nb::object gate,
-                   const std::string& gate_function, float residual_scale) {
+                   const std::string& gate_function, nb::object value_norm, float residual_scale) {
         if (norm.size() != 3 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
             refuse("attention: expected three vectors of norms, four matrices, four biases, two norms of heads");
         }
         MatrixView* const views[] = {&view_.query, &view_.key, &view_.value, &view_.output};
         for (size_t i = 0; i < 4; ++i) {
-            matrices_.take(matrices[i], *views[i]);
+            if (i != 2 || !matrices[i].is_none()) {
+                matrices_.take(matrices[i], *views[i]);
+            }
         }
-        take_heads(kv_heads, head_size);
+        take_heads(kv_heads, head_size, matrices[2].is_none());
         const int64_t size = view_.query.columns, query_size = view_.query.rows, key_size = view_.key.rows;
         view_.ends = vectors_.ends(norm, norm_eps, residual_scale, size);
         for (size_t i = 0; i < 4; ++i) {
@@ -182,6 +184,7 @@ class AttentionLayer {
         }
         take_head_norms(head_norms);
         take_gate(gate, gate_function);
+        view_.value_norm = vectors_.take(value_norm, "value_norm", {head_size});
         view_.rotation = vectors_.rotation(rotation, is_interleaved, head_size);
         view_.sinks = vectors_.take(sinks, "sinks", {view_.heads});
         distance_bias_ = MaybeArray(distance_bias, "bias", Kind::kFloat32, 2);
@@ -202,7 +205,7 @@ class AttentionLayer {
     }
 
   private:
-    void take_heads(int64_t kv_heads, int64_t head_size) {
+    void take_heads(int64_t kv_heads, int64_t head_size, bool values_are_keys) {
         const bool is_right = kv_heads > 0 && head_size > 0 && view_.key.rows == kv_heads * head_size && view_.query.rows > 0 &&
                               view_.query.rows % view_.key.rows == 0;
         if (!is_right) {
@@ -211,7 +214,8 @@ class AttentionLayer {
                    std::to_string(view_.query.rows));
         }
         const int64_t size = view_.query.columns;
-        if (view_.key.columns != size || view_.value.columns != size || view_.value.rows != view_.key.rows ||
+        const bool fits = values_are_keys || (view_.value.columns == size && view_.value.rows == view_.key.rows);
+        if (view_.key.columns != size || !fits ||
             view_.output.rows != size || view_.output.columns != view_.query.rows) {
             refuse("query, key, value and output: expected Q x D, K x D, K x D and D x Q");
         }
@@ -330,10 +334,10 @@ void bind_attention(nb::module_& module) {
                "out"_a, "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     nb::class_<AttentionLayer>(module, "AttentionLayer")
         .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float,
-                      int64_t, nb::object, nb::object, nb::object, std::string, float>(),
+                      int64_t, nb::object, nb::object, nb::object, std::string, nb::object, float>(),
              "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(),
              "interleaved"_a, "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(),
-             "gate"_a.none(), "gate_function"_a, "residual_scale"_a)
+             "gate"_a.none(), "gate_function"_a, "value_norm"_a.none(), "residual_scale"_a)
         .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
              "ends"_a = nb::none());
     nb::class_<LatentLayer>(module, "LatentLayer")

@@ -66,7 +66,7 @@ struct Expert {
         if (reads_bfloats && view.bfloats == nullptr) {
             refuse(std::string("bfloat16 activations: the kernels `") + active_kernels().name + "` have no such products");
         }
-        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu);
+        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kGelu);
         if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
             refuse("activation or biases: expected a known activation, and no biases or three");
         }

@@ -219,9 +219,14 @@ class BoundLayers {
 
     ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
         ExpertLayerView view{};
-        view.norm = vector(field(fields, "norm"), size);
-        view.norm_bias = bias(field(fields, "norm_bias"), size, "norm_bias");
-        view.after_norm = bias(field(fields, "after_norm"), size, "after_norm");
+        view.norm = vector(field(fields, "experts_norm"), size);
+        const auto norm = [&](const char* name) { return bias(field(fields, name), size, name); };
+        view.norm_bias = norm("norm_bias");
+        view.after_norm = norm("experts_after_norm");
+        view.router_norm = norm("router_norm");
+        view.shared_norm = norm("shared_norm");
+        view.shared_after_norm = norm("shared_after_norm");
+        view.routed_after_norm = norm("routed_after_norm");
         view.norm_eps = value<float>(fields, "norm_eps");
         view.layer = cache_.checked_layer(value<int64_t>(fields, "layer"));
         view.first_expert = value<int64_t>(fields, "first_expert");
@@ -229,6 +234,7 @@ class BoundLayers {
         view.renormalizes = value<bool>(fields, "renormalizes");
         view.weight_scale = value<float>(fields, "weight_scale");
         view.residual_scale = value<float>(fields, "residual_scale");
+        view.stream_scale = value<float>(fields, "stream_scale");
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
             view.router = matrix(router);
             expect_size(view.router->columns, size);
@@ -238,6 +244,7 @@ class BoundLayers {
             }
             view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
             view.rule = rule(field(fields, "rule"), view.router->rows, view.top_k);
+            view.expert_scales = bias(field(fields, "expert_scales"), view.router->rows, "expert_scales");
         }
         if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
             view.shared = expert(shared, size);
@@ -249,6 +256,10 @@ class BoundLayers {
                 refuse("shared_router: expected one row and a shared expert, found " +
                        std::to_string(view.shared_router->rows) + " rows");
             }
+        }
+        const bool is_half = (view.shared_after_norm == nullptr) != (view.routed_after_norm == nullptr);
+        if (is_half || (view.shared_after_norm != nullptr && view.shared == nullptr)) {
+            refuse("shared_after_norm and routed_after_norm: expected both, and a shared expert, or none");
         }
         take_experts(view, value<nb::list>(fields, "experts"), size);
         for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {

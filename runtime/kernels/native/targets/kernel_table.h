@@ -104,7 +104,7 @@ struct Activations {
 };
 
 // kRelu has no gate: the hidden values of the expert are max(up x, 0).
-enum class Activation { kSilu = 0, kClampedSwiglu = 1, kRelu = 2 };
+enum class Activation { kSilu = 0, kClampedSwiglu = 1, kRelu = 2, kGelu = 3 };
 
 // How the products of gate and up are combined. Biases are added first.
 struct Gating {
