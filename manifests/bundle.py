@@ -14,7 +14,7 @@ from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSp
 
 FORMAT_VERSIONS = (1, 2, 3, 4)
 """Versions that this package reads. A bundle has the lowest one that has all its features."""
-RELEASED_VERSION = 3
+RELEASED_VERSION = 4
 """Newest version with a release. Later versions may still change."""
 MANIFEST_NAME = "moec.json"
 DENSE_NAME = "dense.safetensors"

@@ -125,7 +125,7 @@ class DeltaSpec:
 
     def scratch_numbers(self, hidden: int) -> int:
         """Return the numbers of working memory for each token, in addition to the normed stream."""
-        return 2 * self.features + 3 * self.value_heads * self.value_size + 2 * self.value_heads
+        return 2 * self.features + 2 * self.value_heads * self.value_size + 2 * self.value_heads
 
 
 RecurrentSpec = ConvolutionSpec | DeltaSpec

@@ -1,4 +1,4 @@
-"""Gemma 4 with experts: a dense branch beside the routed one, norms on both sides, wide heads in every sixth layer.
+"""Gemma 4 with experts: a dense branch next to the routed one, norms on both sides, wide heads in every sixth layer.
 
 Layers with a window and layers without have heads and a rotary embedding of their own. In the latter values may be
 the products of the keys. Per-layer embeddings and layers that share keys belong to other sizes and are refused.

@@ -61,6 +61,15 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
         return np.asarray(np.float32(1) / (np.float32(1) + exp(-x)), np.float32)
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return x / (1 + e^-x), float32 of the same shape.
+
+    x: float32.
+    """
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (np.float32(1) + exp(-x)), np.float32)
+
+
 def softcapped(x: np.ndarray, bound: float) -> np.ndarray:
     """Return bound * tanh(x / bound), float32 of the same shape. The result is new.
 

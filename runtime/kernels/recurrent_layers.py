@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .elementary import exp, sigmoid, softplus
+from .elementary import exp, sigmoid, silu, softplus
 from .packed_matrix import Floats, Int32s, PackedMatrix
 from .stream_layer import StreamLayer, TokenPlaces, product
 
@@ -88,8 +88,8 @@ class ConvolutionLayer(StreamLayer):
 class DeltaLayer(StreamLayer):
     """Weights of linear attention by the gated delta rule, see `manifests.recurrent.DeltaSpec`.
 
-    matrices: of query [Hk Dk, D], key [Hk Dk, D], value [Hv Dv, D], gate of the output [Hv Dv, D], rate [Hv, D],
-        step [Hv, D], and output [D, Hv Dv].
+    matrices: of query [Hk Dk, D], key [Hk Dk, D], value [Hv Dv, D], gate [Hv Dv, D], rate [Hv, D], step [Hv, D] and
+        output [D, Hv Dv].
     taps: float32 [K, Cn], oldest first.
     decay_rate, step_bias: float32 [Hv].
     length_scales: factors of the features of queries and keys of mean square one, float32 [Dk].
@@ -111,7 +111,7 @@ class DeltaLayer(StreamLayer):
         *inputs, gate, rate, step, output = self.matrices
         flat = np.concatenate([product(steps, matrix, normed) for matrix in inputs], axis=1)
         flat = convolve(flat, self.taps, rows, kept_rows, places, kept_at)
-        flat = flat * sigmoid(flat)
+        flat = silu(flat)
         keys = inputs[0].rows
         query, key, value = flat[:, :keys], flat[:, keys : 2 * keys], flat[:, 2 * keys :]
         query, key = (
@@ -134,7 +134,7 @@ class DeltaLayer(StreamLayer):
         heads = mixed.reshape(-1, value.shape[2])
         steps.rms_norm(heads, self.output_norm, self.output_norm_eps, heads)
         gates = product(steps, gate, normed)
-        return product(steps, output, mixed.reshape(gates.shape) * (gates * sigmoid(gates)))
+        return product(steps, output, mixed.reshape(gates.shape) * silu(gates))
 
     def _unit(self, steps: Any, rows: np.ndarray, scale: Floats) -> np.ndarray:
         """Scale each head of queries or keys to one length, for each head of values: [T, Hk Dk] -> [T, Hv, Dk]."""

@@ -88,6 +88,21 @@ _AFTER = {
     "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "num_hidden_layers": 3, "num_key_value_heads": 1,
     "sliding_window": 5, "global_attn_every_n_layers": 2, "mup_enabled": True, "route_scale": 1.5,
 }  # fmt: skip
+_DELTA = {
+    "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 2,
+    "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}  # fmt: skip
+_TAPS = {
+    "num_experts": 4, "num_hidden_layers": 3, "num_dense_layers": 1, "num_key_value_heads": 1,
+    "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_BRANCHES = {
+    "num_experts": 4, "top_k_experts": 2, "num_hidden_layers": 2, "enable_moe_block": True, "rope_theta": None,
+    "hidden_size_per_layer_input": 0, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 2.0, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 _FITTED_FORMATS = ("q4g32", "q3g32", "q2g32", "q4s")
 FITTED_WEIGHTS = {"hobbit": {"lru": 0.25, "lfu": 0.5, "lhu": 0.125, "fld": 0.125}}
 _WIDE_FORMATS = ("q5g64b", "q6g32", "q5s", "q6s", "q5g32", "q6g64")
@@ -191,6 +206,28 @@ def after(root: Path, seed: int) -> Path:
     return _emit(root, folder, change)
 
 
+def delta(root: Path, seed: int) -> Path:
+    """Qwen3-Next: a layer with the gated delta rule, one with gated attention, norms stored minus one."""
+    return _emit(root, save_tiny_family(root / "model", TinyFamily("Qwen3Next", {**_SMALL, **_DELTA}, seed=seed)))
+
+
+def taps(root: Path, seed: int) -> Path:
+    """LFM2-MoE: short convolutions, with attention between them, and a number added to the sum of weights."""
+    folder = save_tiny_family(root / "model", TinyFamily("Lfm2Moe", {**_SMALL, **_TAPS}, seed=seed))
+
+    def change(lowering: Lowering) -> Lowering:
+        *before, last = lowering.model.layers  # a larger number, so that a reader that lacks it is seen
+        experts = replace(last.experts, router=replace(last.experts.router, least_sum=0.25))
+        return replace(lowering, model=replace(lowering.model, layers=(*before, replace(last, experts=experts))))
+
+    return _emit(root, folder, change)
+
+
+def branches(root: Path, seed: int) -> Path:
+    """Gemma 4: a dense branch, norms and factors of routers, values that are keys, GELU, bounded logits."""
+    return _emit(root, save_tiny_family(root / "model", TinyFamily("Gemma4Text", {**_SMALL, **_BRANCHES}, seed=seed)))
+
+
 def _with_static_layer(lowering: Lowering) -> Lowering:
     """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
@@ -248,6 +285,9 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "fitted": (fitted, [EXACT]),
     "gates": (gates, [EXACT]),
     "after": (after, [EXACT]),
+    "delta": (delta, [EXACT]),
+    "taps": (taps, [EXACT]),
+    "branches": (branches, [EXACT]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 

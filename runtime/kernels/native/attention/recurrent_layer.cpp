@@ -80,16 +80,11 @@ void convolve(const Convolution& convolution, const float* x, const std::vector<
     }
 }
 
-// x *= sigmoid(x), for rows of each token. spare: as large as x.
-void silu(float* x, int64_t tokens, int64_t size, float* spare) {
+// x = silu(x), for rows of each token.
+void silu(float* x, int64_t tokens, int64_t size) {
+    const KernelTable& kernels = active_kernels();
     split_tokens(tokens, threads_for(kFlopsPerExp * static_cast<double>(tokens * size)), [&](int64_t first, int64_t last, int) {
-        const int64_t count = (last - first) * size;
-        float *const rows = x + first * size, *const gates = spare + first * size;
-        std::copy(rows, rows + count, gates);
-        sigmoid(gates, count);
-        for (int64_t i = 0; i < count; ++i) {
-            rows[i] *= gates[i];
-        }
+        kernels.silu(x + first * size, (last - first) * size, x + first * size);
     });
 }
 
@@ -180,7 +175,7 @@ bool mix(const DeltaLayerView& layer, float* hidden, const SlotStates& rows, con
          const RecurrentTokens& tokens) {
     const int64_t count = tokens.count, size = layer.output.rows, heads = layer.value_heads;
     const int64_t keys = layer.key.rows, values = layer.value.rows, features = 2 * keys + values;
-    const Floats memory = take_floats(count * (size + 2 * features + 3 * values + 2 * heads));
+    const Floats memory = take_floats(count * (size + 2 * features + 2 * values + 2 * heads));
     if (memory == nullptr && count > 0) {
         return false;
     }
@@ -189,8 +184,7 @@ bool mix(const DeltaLayerView& layer, float* hidden, const SlotStates& rows, con
     float* const convolved = inputs + count * features;
     float* const gates = convolved + count * features;
     float* const mixed = gates + count * values;
-    float* const spare = mixed + count * values;
-    float* const rates = spare + count * values;
+    float* const rates = mixed + count * values;
     float* const decays = rates + count * heads;
     norm_stream(layer.ends, hidden, count, size, stream);
     float* const products[] = {convolved, convolved + count * keys, convolved + 2 * count * keys, gates, rates, decays};
@@ -206,7 +200,7 @@ bool mix(const DeltaLayerView& layer, float* hidden, const SlotStates& rows, con
     }
     const std::vector<Run> runs = runs_of(tokens);
     convolve({layer.taps, layer.tap_count, features}, inputs, runs, rows, convolved);
-    silu(convolved, count, features, inputs);
+    silu(convolved, count, features);
     float* const query = inputs;
     float* const key = query + count * keys;
     float* const value = key + count * keys;
@@ -221,7 +215,7 @@ bool mix(const DeltaLayerView& layer, float* hidden, const SlotStates& rows, con
     decay_of_steps(layer, count, decays);
     delta_rule({query, key, value, decays, rates, mixed, layer.key_heads, heads, layer.key_size, layer.value_size}, runs, states);
     rms_norm(mixed, layer.norm, layer.norm_eps, count * heads, layer.value_size, mixed);
-    silu(gates, count, values, spare);
+    silu(gates, count, values);
     for (int64_t i = 0; i < count * values; ++i) {
         mixed[i] *= gates[i];
     }

@@ -47,6 +47,13 @@ inline void exp_row(const float* x, int64_t size, float* out) {
     }
 }
 
+inline void silu_row(const float* x, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left<kLanes>(size, i);
+        store_partial(out + i, silu_lanes(load_partial(x + i, count)), count);
+    }
+}
+
 // clamped_swiglu: g = min(gate, limit), u = up within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
 MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
     if (gating.activation == Activation::kSilu) {

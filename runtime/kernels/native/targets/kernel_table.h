@@ -252,6 +252,7 @@ struct KernelTable {
     void (*delta_rule)(const DeltaCall&, int64_t head, int64_t block, int64_t first, int64_t last, float* state);
     void (*route)(const RouteCall&, int64_t token, float* shares);  // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
+    void (*silu)(const float* x, int64_t size, float* out);  // x / (1 + exp(-x)); out may be x
     void (*search_ranges)(const RangesCall&);
     void (*nearest_codes)(const GridCall&, float largest, uint8_t* codes);
     // codes: [K, N]. out: [K, N], may be null; column k is stored in places[k]. squares: of each row, [N].
