@@ -28,7 +28,7 @@ NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests collected versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests collected versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench bench-shapes wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -169,6 +169,10 @@ oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev,bench]"
 	$(BIN)/python -m bench.yardstick build/yardstick --results build/yardstick/results
+
+bench-shapes: $(READY)  ## Shapes of six published models, and llama.cpp: hours, 40 GB in build/shapes, root
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev,bench]"
+	$(BIN)/python -m bench.shapes build/shapes --results build/shapes/results
 
 wheels: $(READY)  ## Build wheels for x86-64 and ARM into dist/; 10 minutes. Other headers: WHEELS="--headers 3.10=FOLDER"
 	$(INSTALL) "ziglang>=0.17" "auditwheel>=6.4" "abi3audit>=0.0.20"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import AttentionSpec, ModelSpec
 from moec.manifests.recurrent import state_bytes
 from moec.manifests.runtime_limits import FEW_ANSWER_SLOTS, MAX_PASS_TOKENS
 
@@ -124,12 +124,31 @@ def answers_kv_bytes(room_bytes: int, experts_bytes: int, slot_bytes: int) -> in
     return spare if spare >= FEW_ANSWER_SLOTS * slot_bytes else room_bytes // 2
 
 
+WINDOW_STEP = 256
+"""Positions outside a sliding window whose memory goes back at once."""
+
+
+def held_positions(model: ModelSpec, attention: AttentionSpec, context: int) -> int:
+    """Return the most positions of a context that a slot holds between passes in a layer.
+
+    A layer with a sliding window holds two windows of the largest size: the last one, and one before a kept position.
+    """
+    window = max(other.sliding_window for other in model.attentions)
+    return min(context, 2 * window + WINDOW_STEP) if attention.sliding_window else context
+
+
 def kv_bytes(model: ModelSpec, context: int, slots: int = 1, element_bytes: int = 4) -> int:
     """Return the bytes of what `slots` sequences keep of their tokens: keys and values, and recurrent states twice.
 
+    A pass adds its tokens to the positions that layers with windows hold.
     element_bytes: of each number of keys and values. States are float32; the second one is of an earlier position.
     """
-    return (model.kv_bytes_per_position * context * element_bytes // 4 + 2 * model.state_bytes) * slots
+    numbers = 0
+    for attention in model.cached_attentions:
+        held = held_positions(model, attention, context)
+        positions = slots * held + min(context - held, MAX_PASS_TOKENS)
+        numbers += attention.cache_arrays * attention.cache_heads * attention.cache_size * positions
+    return numbers * element_bytes + 2 * model.state_bytes * slots
 
 
 def longest_pass(model: ModelSpec, slots: int, context: int) -> int:

@@ -2,7 +2,7 @@
 
     python -m bench.shapes.write NAME FOLDER
 
-NAME is a key of `shapes.json`, whose settings are those of the published config.json. All matrices have the format
+FOLDER gets `q4`, the bundle, and `checkpoint`, which has the tokenizer alone. NAME is a key of `shapes.json`, whose settings are those of the published config.json. All matrices have the format
 q4g64. Every expert has bytes of its own. Two choices make routing similar to that of a trained model, as far as a cache
 can see it: all embeddings share a direction, and the outputs of layers are small beside the stream.
 `python -m bench.yardstick.checkpoint.routing` measures it.
@@ -76,27 +76,28 @@ class RandomCheckpoint(Checkpoint):
         config, tensors = self.config, self.tensors
         assert isinstance(tensors, RandomTensors)
         last = name.removesuffix(".weight").rpartition(".")[2]
-        tables = {
-            "A_log": config.get("linear_num_value_heads"), "dt_bias": config.get("linear_num_value_heads"),
-            "e_score_correction_bias": config.get("n_routed_experts"), "expert_bias": config.get("num_experts"),
-            "per_expert_scale": config.get("num_experts"), "layer_scalar": 1,
-        }  # fmt: skip
-        if last in tables:
-            return (
-                torch.ones(tables[last]) if last in ("per_expert_scale", "layer_scalar") else torch.zeros(tables[last])
-            )
+        if (size := self._table_size(last)) is not None:
+            return torch.full((size,), float(last in ("per_expert_scale", "layer_scalar")))
         shape = tensors.shapes[name]
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1 or shape[-1] == 1:
             is_offset = str(config["model_type"]).startswith("qwen3_5") and "linear_attn" not in name
             is_norm = "norm" in name or last == "scale"
             return torch.full(shape, 0.0 if is_offset or not is_norm else 1.0)
-        weights = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        weights: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         if "embed" in name:
             shared = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * SHARED_DIRECTION**0.5
             weights = weights * shape[-1] ** 0.5 * (1 - SHARED_DIRECTION) ** 0.5 + shared
         weights = weights * OUTPUT_SCALE if name.endswith(_OUTPUTS) else weights
         return weights if rows is None else weights[slice(*rows)]
+
+    def _table_size(self, last: str) -> int | None:
+        """Return the numbers of a tensor that stands in the manifest, by the last part of its name; None for others."""
+        key = {
+            "A_log": "linear_num_value_heads", "dt_bias": "linear_num_value_heads", "expert_bias": "num_experts",
+            "e_score_correction_bias": "n_routed_experts", "per_expert_scale": "num_experts",
+        }.get(last)  # fmt: skip
+        return 1 if last == "layer_scalar" else None if key is None else int(self.config[key])
 
 
 class RandomUnits:
@@ -117,13 +118,13 @@ class RandomUnits:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the bundle. The folder must not exist."""
+    """Write the bundle into `folder / "q4"`, which must not exist, and the tokenizer."""
     config = dict(SHAPES[name])
     if "attention_layers" in config:
         attention = config.pop("attention_layers")
         layers = range(config["num_hidden_layers"])
         config["layer_types"] = ["full_attention" if layer in attention else "conv" for layer in layers]
-    source = folder.with_name(folder.name + ".source")
+    source, target = folder / "checkpoint", folder / "q4"
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(config))
     train_tokenizer().save(str(source / "tokenizer.json"))
@@ -135,10 +136,10 @@ def write(name: str, folder: Path) -> None:
     plan = uniform_plan(lowering.model, SPEC, SPEC, lowering.float_type)
     profile, disk = probe_host(source), Disk()
     content = BundleContent(plan, summarise_device(profile, plan))
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder / "q4.partial"
     manifest = emit(lowering, content, partial, packed_units=RandomUnits(plan), disk=disk)
     finish(partial, manifest, b"{}\n", f"# Random weights in the shape of {name}\n".encode(), disk)
-    publish_directory(disk, partial, folder)
+    publish_directory(disk, partial, target)
 
 
 def main() -> None:

@@ -48,7 +48,9 @@ class NormedAttention:
 
 
 class TorchKVCache(KVCache):
-    """Keys and values on a device, for models without an encoder."""
+    """Keys and values on a device, for models without an encoder. All positions are held."""
+
+    frees_windows = False
 
     def __init__(self, model: ModelSpec, slots: int, context: int, device: torch.device) -> None:
         self._device = device

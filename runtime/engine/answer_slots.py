@@ -6,10 +6,13 @@ lengths are known. A pass over more sequences reads each expert for more tokens.
 
 from __future__ import annotations
 
+import numpy as np
+
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
-from moec.profiles.memory_floor import answers_kv_bytes
+from moec.profiles.memory_floor import answers_kv_bytes, kv_bytes
 
+from ..layers.kv_cache import KV_TYPES
 from ..memory.budget import MemoryPlan, resident_experts_bytes
 from ..memory.elastic_cache import CacheBudget
 from ..options.runtime import RuntimeOptions
@@ -21,7 +24,7 @@ def answer_slots(manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOpt
     Where the cache grows into memory that keys and values leave, they share it (`answers_kv_bytes`).
     """
     room = plan.kv_bytes
-    one = -(-room * positions // (options.slots * plan.context))
+    one = kv_bytes(manifest.model, positions, 1, np.dtype(KV_TYPES[options.kv]).itemsize)
     if plan.budget_bytes is not None and options.expert_cache is None:
         one = CacheBudget(manifest, plan, options).kv_bytes([positions])  # whole pages
         room = min(room, answers_kv_bytes(room + plan.cache_bytes, resident_experts_bytes(manifest), one))

@@ -468,12 +468,10 @@ class Engine:
         """Run a stack of the model over a flat batch. The expert cache gets the size that the batch leaves free."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
-        in_slots, at, states = np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv.states
-        if states is not None:
-            states.begin_pass(in_slots, at)
+        in_slots, at = np.asarray(slots, np.int32), np.asarray(positions, np.int32)
+        self.kv.begin_pass(in_slots, at)
         result = run(np.asarray(tokens, np.int64), in_slots, at, self.kv)
-        if states is not None:
-            states.end_pass()
+        self.kv.end_pass()
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
         if self.storage.mode == "mmap":

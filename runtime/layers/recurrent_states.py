@@ -7,6 +7,7 @@ the state of an earlier position, which a pass saves on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,27 @@ from moec.manifests.errors import ExecutionError
 from moec.manifests.model import ModelSpec
 
 _LOST = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """The tokens of one slot in a pass: positions from `first` on, before `last`."""
+
+    slot: int
+    first: int
+    last: int
+
+
+def slot_runs(slots: np.ndarray, positions: np.ndarray) -> list[SlotRun]:
+    """Return the tokens of a pass by slot. slots, positions: int32 [T]; the tokens of a slot are adjacent, in order."""
+    if len(slots) == 1:  # a decoded token, without array operations
+        return [SlotRun(int(slots[0]), int(positions[0]), int(positions[0]) + 1)]
+    starts = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+    return [
+        SlotRun(int(slots[start]), int(positions[start]), int(positions[stop - 1]) + 1)
+        for start, stop in pairwise(starts)
+        if start < stop
+    ]
 
 
 class RecurrentStates:
@@ -30,7 +52,7 @@ class RecurrentStates:
         self.kept_at = np.zeros(slots, np.int32)
         self._live, self._kept = list[np.ndarray](), list[np.ndarray]()
         self._ends, self._kept_ends = [0] * slots, [0] * slots
-        self._running: list[tuple[int, int]] = []
+        self._running: Sequence[SlotRun] = ()
         self.layers: dict[int, tuple[np.ndarray, ...]] = {}
         for index, layer in enumerate(model.layers):
             if layer.recurrent is not None:
@@ -56,31 +78,25 @@ class RecurrentStates:
             _copy_slot(self._live, self._kept, slot)
             self._kept_ends[slot] = position
 
-    def begin_pass(self, slots: np.ndarray, positions: np.ndarray) -> None:
+    def begin_pass(self, runs: Sequence[SlotRun]) -> None:
         """Bring the states of a pass to the positions where its texts go on.
 
-        slots, positions: int32 [T]. The tokens of a slot are adjacent and in order.
         Raises ExecutionError if a slot has no state of such a position.
         """
-        starts = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-        self._running = []
-        for start, stop in pairwise(starts):
-            if start < stop:
-                slot, first = int(slots[start]), int(positions[start])
-                self._go_to(slot, first)
-                end = first + stop - start
-                self._ends[slot] = _LOST  # until the pass ends
-                if first < self.kept_at[slot] <= end:
-                    self._kept_ends[slot] = 0
-                self._running.append((slot, end))
+        self._running = runs
+        for run in runs:
+            self._go_to(run.slot, run.first)
+            self._ends[run.slot] = _LOST  # until the pass ends
+            if run.first < self.kept_at[run.slot] <= run.last:
+                self._kept_ends[run.slot] = 0
 
     def end_pass(self) -> None:
         """Note that all layers have moved on."""
-        for slot, end in self._running:
-            if self._kept_ends[slot] == 0 and 0 < self.kept_at[slot] <= end:
-                self._kept_ends[slot] = int(self.kept_at[slot])
-            self._ends[slot] = end
-        self._running = []
+        for run in self._running:
+            if run.first < self.kept_at[run.slot] <= run.last:
+                self._kept_ends[run.slot] = int(self.kept_at[run.slot])
+            self._ends[run.slot] = run.last
+        self._running = ()
 
     def _go_to(self, slot: int, position: int) -> None:
         if self._ends[slot] == position:
@@ -92,7 +108,7 @@ class RecurrentStates:
         elif self._kept_ends[slot] == position:
             _copy_slot(self._kept, self._live, slot)
         else:
-            raise _no_state(slot, position)
+            raise no_state(slot, position)
 
     def copy_slots(self, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
         """Copy the states after so many positions from slot to slot, in the order of `kv_cache._copies`."""
@@ -109,7 +125,7 @@ class RecurrentStates:
     def parts(self, slot: int, positions: int) -> list[np.ndarray]:
         """Return the state of a slot after so many positions, as contiguous views. Raises ExecutionError."""
         if positions not in (self._ends[slot], self._kept_ends[slot]):
-            raise _no_state(slot, positions)
+            raise no_state(slot, positions)
         return [array[slot].reshape(-1) for array in (self._live if self._ends[slot] == positions else self._kept)]
 
     def take_parts(self, slot: int, positions: int) -> list[np.ndarray]:
@@ -123,7 +139,8 @@ def _copy_slot(source: Sequence[np.ndarray], target: Sequence[np.ndarray], slot:
         here[slot] = there[slot]
 
 
-def _no_state(slot: int, position: int) -> ExecutionError:
+def no_state(slot: int, position: int) -> ExecutionError:
+    """Return the error of a slot that cannot go on after so many positions."""
     return ExecutionError(
         f"slot {slot} has no state after {position} positions, because a pass failed or went on", "send the text again"
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 from moec.profiles.freed_memory import give_back_freed_memory
-from moec.profiles.memory_floor import longest_pass, pass_bytes
+from moec.profiles.memory_floor import held_positions, longest_pass, pass_bytes
 
 from ..expert_cache.interface import StreamingCache
 from ..layers.kv_cache import KV_TYPES
@@ -32,8 +32,10 @@ class CacheBudget:
     def __init__(self, manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions) -> None:
         """plan: has budget_bytes. Its cache_bytes is the size next to a full context and the longest pass."""
         self._plan, self._context, self._element_bytes = plan, plan.context, np.dtype(KV_TYPES[options.kv]).itemsize
-        attentions = manifest.model.cached_attentions
-        self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
+        self._model = manifest.model
+        attentions = self._model.cached_attentions
+        self._attentions = Counter(attentions)
+        self._ranges = self._held_ranges()
         self._token_bytes = pass_bytes(manifest.model, 1)
         self._longest_pass = longest_pass(manifest.model, options.slots, plan.context)
         self._experts_bytes = resident_experts_bytes(manifest)
@@ -45,17 +47,32 @@ class CacheBudget:
         longest: positions that were written in each slot.
         """
         scratch = self._token_bytes * (self._longest_pass - tokens)
-        unused = max(scratch + self._plan.kv_bytes - self.kv_bytes(longest), 0)
+        unused = max(scratch + self._plan.kv_bytes - self.kv_bytes(longest, tokens), 0)
         return min(self._plan.cache_bytes + unused, self._experts_bytes)
 
-    def kv_bytes(self, longest: Sequence[int]) -> int:
-        """Return the bytes of keys and values in memory. Each head of a layer and slot has its own range of pages."""
+    def kv_bytes(self, longest: Sequence[int], tokens: int = 0) -> int:
+        """Return the bytes of keys, values and states in memory. Each head of a layer and slot has its own pages.
+
+        tokens: of the pass, which layers with windows hold in addition.
+        """
         total, page = 0, mmap.PAGESIZE
-        for (runs, head_size), layers in self._heads.items():
-            for positions in longest:
-                run = min(positions, self._context) * head_size * self._element_bytes
-                total += layers * runs * (-(-run // page) + 1) * page  # a range may begin within a page
-        return total
+        for ranges, position_bytes, most in self._ranges:
+            held = [min(positions, most) for positions in longest]
+            for positions in [*held, min(tokens, self._context - most)]:
+                run = positions * position_bytes
+                total += ranges * (-(-run // page) + 1) * page  # a range may begin within a page
+        return total + 2 * self._model.state_bytes * sum(positions > 0 for positions in longest)
+
+    def _held_ranges(self) -> list[tuple[int, int, int]]:
+        """Return the ranges of pages, bytes of a position, and most positions of each kind of attention."""
+        return [
+            (
+                layers * attention.cache_arrays * attention.cache_heads,
+                attention.cache_size * self._element_bytes,
+                held_positions(self._model, attention, self._context),
+            )
+            for attention, layers in self._attentions.items()
+        ]
 
 
 class ElasticCache(CacheBudget):
@@ -72,6 +89,7 @@ class ElasticCache(CacheBudget):
     def begin(self, slots: int, context: int) -> None:
         """Take note of new keys and values, of which no position is written."""
         self._longest, self._context = [0] * slots, context
+        self._ranges = self._held_ranges()
         self._resize(1)
 
     def before_pass(self, slots: Sequence[int], positions: Sequence[int]) -> None:

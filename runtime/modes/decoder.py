@@ -161,6 +161,10 @@ def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
         raise OptionError(
             f"lossy modes ({modes.to_text()}) are for decoders, and this model has an encoder", "leave them out"
         )
+    if modes.big_little is not None and model.state_bytes:
+        raise OptionError(
+            "`big-little` runs an unsure token again, and a recurrent state has no way back", "leave it out"
+        )
     routers = [layer.experts.router for layer in model.layers if layer.experts.count]
     if any(router.static is not None for router in routers):
         raise OptionError(

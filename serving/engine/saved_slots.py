@@ -102,9 +102,10 @@ class SavedSlots:
         return max((self._usable(saved, text) for saved in self._files), default=0)
 
     def _usable(self, saved: _SavedSlot, text: np.ndarray) -> int:
-        """Return the tokens of a text that a file has. A file with recurrent states is used as a whole."""
-        length = min(saved.common(text), len(text) - 1)
-        return 0 if self._sizes.state_bytes and length < len(saved.tokens) else length
+        """Return the tokens of a text that a file has. A file with states, or with a part of windows, is used whole."""
+        length, count = min(saved.common(text), len(text) - 1), len(saved.tokens)
+        is_whole = self._sizes.state_bytes > 0 or 0 < self._sizes.window <= count
+        return 0 if is_whole and length < count else length
 
     def load(self, slot: Slot, tokens: Sequence[int]) -> None:
         """Fill a slot from the file with the longest common beginning.
@@ -221,21 +222,31 @@ def name_of(tokens: Sequence[int]) -> str:
 
 
 class SlotSizes(NamedTuple):
-    """Bytes of the keys and values of one token, and of the recurrent states of a slot."""
+    """Bytes of the keys and values of one token, of the recurrent states of a slot, and of windows.
+
+    window_bytes: keys and values of one token in layers of which only the last `window` - 1 positions are saved.
+    """
 
     token_bytes: int
     state_bytes: int
+    window_bytes: int = 0
+    window: int = 0
 
 
 def slot_sizes(engine: Engine) -> SlotSizes:
     """Return what a saved slot of an engine takes."""
     model, element_bytes = engine.model.spec, np.dtype(KV_TYPES[engine.options.kv]).itemsize
-    return SlotSizes(model.kv_bytes_per_position * element_bytes // 4, model.state_bytes)
+    all_bytes = model.kv_bytes_per_position * element_bytes // 4
+    windows, windowed = engine.kv.windows, 0
+    if windows is not None:
+        windowed = sum(part.nbytes for part in engine.kv.windowed_parts(0, 1))
+    return SlotSizes(all_bytes - windowed, model.state_bytes, windowed, 0 if windows is None else windows.window)
 
 
 def file_bytes(tokens: int, sizes: SlotSizes) -> int:
     """Return the length of a file."""
-    return _HEAD.size + tokens * (4 + sizes.token_bytes) + sizes.state_bytes
+    windowed = min(tokens, max(sizes.window - 1, 0)) * sizes.window_bytes
+    return _HEAD.size + tokens * (4 + sizes.token_bytes) + windowed + sizes.state_bytes
 
 
 def write_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:

@@ -36,7 +36,8 @@ FAMILIES_THAT_DO_MORE = (
     "deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first", "gpt-oss", "gpt-oss-top1-half",
     "deepseek-v2-groups-yarn", "deepseek-v3", "deepseek-v3-halves", "ernie", "qwen2", "phimoe", "phimoe-tied-half",
     "minimax-m2", "hy3-tied-half", "flint-listed", "glm4-lite-groups-yarn", "solar-bias-groups",
-    "afmoe-listed", "kolibri-listed", "laguna", "lfm2-no-bias", "lfm2-half", "qwen3-next-listed", "gemma4-own-values", "gemma4-half",
+    "afmoe-listed", "kolibri-listed", "laguna", "lfm2-no-bias", "lfm2-half", "qwen3-next-listed",
+    "gemma4-own-values", "gemma4-half",
 )  # fmt: skip
 DECISIONS = ("lookups", "hits", "misses", "evictions", "reads", "rereads", "bytes_read")
 
