@@ -108,7 +108,10 @@ class TransformersOracle:
         """Return the memory that transformers computes with, shaped like TensorSource.view."""
         if isinstance(name, UnitKey):
             return projection_of(self.experts[name.layer], name.expert, name.projection)
-        return self.lowering.dense[name].view(self.network.get_parameter(self.lowering.loaded[name]).data)
+        source, loaded = self.lowering.dense[name], self.network.get_parameter(self.lowering.loaded[name]).data
+        if source.rows is not None and loaded.shape[0] == source.shape[0]:  # here too several weights share a matrix
+            loaded = loaded[slice(*source.rows)]
+        return source.view(loaded)
 
     def weight(self, name: WeightName) -> Tensor:
         """Return a copy of a weight, [N, K] or a vector."""

@@ -2,9 +2,9 @@
 
     python -m bench.shapes FOLDER --results RESULTS [--only NAME ...]
 
-Each shape takes a bundle and a GGUF file of equal bytes, 9 to 40 GB together, which are removed before the next one.
+Each shape takes a bundle and a GGUF file of equal bytes, 9 to 40 GB together. They are removed before the next one.
 llama.cpp's part needs the extra `bench` and an architecture in `gguf_file.py`. Conditions and arms are those of
-`bench.yardstick.peers.compare`: everything in memory, and control groups with 75, 50 and 25 % of the experts.
+`bench.yardstick.peers.compare`: all in memory, and control groups with 75, 50 and 25 % of the experts.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.shapes.write NAME FOLDER
 
-FOLDER gets `q4`, the bundle, and `checkpoint`, which has the tokenizer alone. NAME is a key of `shapes.json`, whose settings are those of the published config.json. All matrices have the format
-q4g64. Every expert has bytes of its own. Two choices make routing similar to that of a trained model, as far as a cache
-can see it: all embeddings share a direction, and the outputs of layers are small beside the stream.
-`python -m bench.yardstick.checkpoint.routing` measures it.
+FOLDER gets `q4`, the bundle, and `checkpoint`, which has the tokenizer alone. NAME is a key of `shapes.json`, whose
+settings are those of the published config.json. All matrices have the format q4g64. Every expert has bytes of its own.
+All embeddings share a direction, and the outputs of layers are small next to the stream. So a cache sees routing as
+that of a trained model. `python -m bench.yardstick.checkpoint.routing` measures it.
 """
 
 from __future__ import annotations

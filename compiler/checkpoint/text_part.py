@@ -13,8 +13,8 @@ from typing import Any
 from .weight_files import TensorRef
 
 TEXT_CONFIG = "text_config"
-_OF_ALL = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-"""Keys that may stand beside `text_config` and concern the text model too."""
+_OF_ALL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""Keys that may stand next to `text_config` and concern the text model too."""
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",

@@ -22,8 +22,10 @@ from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 
 from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint, is_companion
+from ..checkpoint.text_part import has_text_part, text_part
 from ..checkpoint.weight_files import TensorRef
 from ..families import DECODER_NAMES, FAMILIES, Lowering, TensorSource
+from ..families.decoder_weights import stated_numbers
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.work_folder import removed_on_failure
 
@@ -37,6 +39,7 @@ _STACKS = {
     "granitemoe": "block_sparse_moe.input_linear.weight",
     "granitemoe_swa": "block_sparse_moe.experts.gate_up_proj",
     "granitemoeshared": "block_sparse_moe.input_linear.weight",
+    "gemma4_text": "experts.gate_up_proj",
 }
 """Families whose published checkpoints have one tensor for all experts of a layer, and its name in the layer."""
 _ROW_OF_EXPERTS = frozenset({"ernie4_5_moe"})
@@ -87,6 +90,7 @@ def export_folder(
     """
     model = bundle.manifest.model
     config = json.loads(bundle.files[CONFIG_NAME])
+    config = text_part(config, {})[0] if has_text_part(config) else config
     generation = json.loads(bundle.files.get(GENERATION_CONFIG_NAME, b"{}"))
     lowering = names_of(bundle.path, model, _plain_config(config), generation)
     left_out = {entry.key for entry in bundle.manifest.experts if entry.is_pruned}
@@ -166,7 +170,7 @@ def _tensors(
                 _fill(tensor, source, _dense(bundle.weights, weight, left_out))
         limit = torch.finfo(dtype).max
         yield name, tensor.clamp(-limit, limit).to(dtype)
-    yield from corrections(lowering.model).items()
+    yield from tables(lowering.model).items()
 
 
 def _dense(weights: Weights, name: str, left_out: set[ExpertKey]) -> np.ndarray:
@@ -222,12 +226,12 @@ def _json(value: object) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class _Named(Checkpoint):
-    """A checkpoint that has names, and the corrections of scores, but no other weights."""
+    """A checkpoint that has names, and the numbers that a manifest states, but no other weights."""
 
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensor(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return a correction."""
+        """Return numbers that the manifest states."""
         return self.values[name]
 
 
@@ -238,7 +242,7 @@ def names_of(root: Path, model: ModelSpec, config: Mapping[str, Any], generation
     config, generation: config.json and generation_config.json of the bundle.
     Raises OptionError if config.json is not that of the bundle's model.
     """
-    values = corrections(model)
+    values = tables(model)
     names = list(values)
     if model.family in _STACKS:
         names += [f"model.layers.{layer}.{_STACKS[model.family]}" for layer in _routed(model)]
@@ -252,15 +256,14 @@ def names_of(root: Path, model: ModelSpec, config: Mapping[str, Any], generation
     return lowering
 
 
-def corrections(model: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return the score corrections by their names on disk, float32."""
+def tables(model: ModelSpec) -> dict[str, torch.Tensor]:
+    """Return the numbers that the manifest states by their names on disk, float32."""
+    if model.family not in DECODER_NAMES:
+        return {}
     tensors = dict[str, torch.Tensor]()
-    for layer in _routed(model):
-        values = model.layers[layer].experts.router.correction
-        if values:
-            tensor = torch.tensor(values, dtype=torch.float32)
-            name = f"model.layers.{layer}.{DECODER_NAMES[model.family].corrections[0]}"
-            tensors[name] = tensor[None] if model.family in _ROW_OF_EXPERTS else tensor
+    for name, values in stated_numbers(model, DECODER_NAMES[model.family]).items():
+        tensor = torch.tensor(values, dtype=torch.float32)
+        tensors[name] = tensor[None] if model.family in _ROW_OF_EXPERTS else tensor
     return tensors
 
 

@@ -72,7 +72,7 @@ class DecoderNames:
     rate_step: likewise, with its learning rates and steps.
     query_key_value_rows: of a delta rule: one matrix with all queries, then all keys, then all values.
     query_gate: one matrix with the query and the output gate of each head of attention.
-    tables: tensors of a layer whose numbers stand in the manifest.
+    tables: names of tensors whose numbers stand in the manifest, by the field of the ModelSpec.
     query_key_value: one matrix of queries, keys and values on disk, empty if each has its own.
     renamed: further names on disk, by canonical name. Those outside the layers are whole.
     is_transposed: stacks are [inputs, outputs], and columns of gate and up alternate.
@@ -95,7 +95,7 @@ class DecoderNames:
     rate_step: str = ""
     query_key_value_rows: str = ""
     query_gate: str = ""
-    tables: tuple[str, ...] = ()
+    tables: Mapping[str, str] = field(default_factory=dict)
     query_key_value: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
@@ -124,13 +124,29 @@ def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames)
     float_type, notes = common_float_type(checkpoint, read)
     ignored = {name for name in checkpoint.tensors if _plays_no_part(name, model.num_layers)}
     auxiliary = {
-        name for name in checkpoint.tensors if name.endswith((*names.corrections, *names.tables, SCALES_SUFFIX))
+        name
+        for name in checkpoint.tensors
+        if name.endswith((*names.corrections, *names.tables.values(), SCALES_SUFFIX))
     } - ignored
     if model.tie_embeddings:
         ignored.add(HEAD)
     return Lowering(
         checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(auxiliary), float_type, notes
     )
+
+
+def stated_numbers(model: ModelSpec, names: DecoderNames) -> dict[str, tuple[float, ...]]:
+    """Return the numbers that stand in the manifest, by the names of their tensors on disk."""
+    found = dict[str, tuple[float, ...]]()
+    for at, layer in enumerate(model.layers):
+        router = layer.experts.router
+        numbers = {names.corrections[0]: router.correction}
+        fields = {"expert_scales": router.expert_scales, "scale": (layer.scale,)}
+        if layer.delta is not None:
+            fields |= {"log_rates": layer.delta.log_rates, "step_biases": layer.delta.step_biases}
+        numbers |= {names.tables[name]: values for name, values in fields.items() if name in names.tables}
+        found |= {f"model.layers.{at}.{name}": values for name, values in numbers.items() if values}
+    return found
 
 
 def _plays_no_part(name: str, layers: int) -> bool:

@@ -32,7 +32,7 @@ NAMES = DecoderNames(
         "experts_after_norm": "post_feedforward_layernorm.weight",
         "router_norm": "router.scale",
     },
-    tables=("router.per_expert_scale", "layer_scalar"),
+    tables={"expert_scales": "router.per_expert_scale", "scale": "layer_scalar"},
 )
 _KINDS = ("sliding_attention", "full_attention")
 

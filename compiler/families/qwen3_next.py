@@ -28,6 +28,7 @@ _RECURRENT = {
     "output_norm": "linear_attn.norm.weight",
     "output": "linear_attn.out_proj.weight",
 }
+_TABLES = {"log_rates": "linear_attn.A_log", "step_biases": "linear_attn.dt_bias"}
 _SHARED = ("mlp.shared_expert",)
 NAMES = DecoderNames(
     shared=_SHARED,
@@ -35,7 +36,7 @@ NAMES = DecoderNames(
     query_key_value_gate="linear_attn.in_proj_qkvz.weight",
     rate_step="linear_attn.in_proj_ba.weight",
     query_gate="self_attn.q_proj.weight",
-    tables=("linear_attn.A_log", "linear_attn.dt_bias"),
+    tables=_TABLES,
 )
 NAMES_3_5 = DecoderNames(
     shared=_SHARED,
@@ -47,7 +48,7 @@ NAMES_3_5 = DecoderNames(
     },
     query_key_value_rows="linear_attn.in_proj_qkv.weight",
     query_gate="self_attn.q_proj.weight",
-    tables=("linear_attn.A_log", "linear_attn.dt_bias"),
+    tables=_TABLES,
 )
 _KINDS = ("linear_attention", "full_attention")
 

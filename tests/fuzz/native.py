@@ -228,6 +228,8 @@ def attend(draw: Draw) -> Call:
     heads, tokens = kv_heads * draw.source.randint(1, 2), draw.size()
     rows = (heads * head, kv_heads * head, kv_heads * head)
     matrices = (*(draw.matrix(count, hidden) for count in rows), draw.matrix(hidden, heads * head))
+    if draw.source.random() < 0.2:
+        matrices = (*matrices[:2], None, matrices[3])  # values are the products of the keys
     slots, positions, arrays = caches(draw, kv_heads, head)
     biases = tuple(draw.floats(count) if draw.source.random() < 0.3 else None for count in (*rows, hidden))
     rotation = tuple(draw.floats(positions, head // 2) for _ in range(2)) if draw.source.random() < 0.5 else None
@@ -237,11 +239,44 @@ def attend(draw: Draw) -> Call:
         norm, 1e-5, matrices, biases, (None, None), 0.0, rotation, draw.source.random() < 0.5, kv_heads, head, 0.2,
         draw.source.choice((0, 3)), draw.floats(heads) if draw.source.random() < 0.3 else None, None,
         draw.matrix(draw.source.choice((heads, heads * head)), hidden) if draw.source.random() < 0.3 else None,
-        draw.source.choice(("sigmoid", "softplus")), 1.0,
+        draw.source.choice(("sigmoid", "softplus")), draw.floats(head) if draw.source.random() < 0.3 else None, 1.0,
     )  # fmt: skip
     places = draw.numbers.permutation(slots * positions)[:tokens]
     where = [guarded(part.astype(np.int32)) for part in (places // positions, places % positions)]
     return Call(own.attend, [draw.floats(len(places), hidden), *arrays, *where])
+
+
+def mix(draw: Draw) -> Call:
+    hidden, taps, slots = draw.source.choice(WIDTHS), draw.source.randint(2, 4), draw.source.randint(1, 3)
+    norm = (draw.floats(hidden), *(draw.floats(hidden) if draw.source.random() < 0.3 else None for _ in range(2)))
+    counts = [draw.source.choice((0, 1, 5)) for _ in range(slots)]
+    counts[0] = max(counts[0], 1)
+    places = [
+        guarded(np.repeat(np.arange(slots), counts).astype(np.int32)),
+        guarded(np.concatenate([draw.source.randint(0, 3) + np.arange(count) for count in counts]).astype(np.int32)),
+    ]
+    states = [draw.floats(sum(counts), hidden)]
+    kept_at = draw.ints(slots, 8)
+    if draw.source.random() < 0.5:
+        matrices = draw.matrix(3 * hidden, hidden), draw.matrix(hidden, hidden)
+        own = NATIVE.ConvolutionLayer(norm, 1e-5, matrices[0], draw.floats(taps, hidden), matrices[1], 1.0)
+        return Call(own.mix, [*states, *(draw.floats(slots, taps - 1, hidden) for _ in range(2)), kept_at, *places])
+    key_heads, shared, key, value = (
+        draw.source.randint(1, 2),
+        draw.source.randint(1, 2),
+        draw.source.choice((8, 32)),
+        32,
+    )
+    heads = key_heads * shared
+    rows = (key_heads * key, key_heads * key, heads * value, heads * value, heads, heads)
+    matrices = (*(draw.matrix(count, hidden) for count in rows), draw.matrix(hidden, heads * value))
+    own = NATIVE.DeltaLayer(
+        norm, 1e-5, matrices, draw.floats(taps, sum(rows[:3])), draw.floats(heads), draw.floats(heads),
+        (draw.floats(key), draw.floats(key)), draw.floats(value), 1e-5, key_heads, heads, 1.0,
+    )  # fmt: skip
+    shapes = [(slots, taps - 1, sum(rows[:3]))] * 2
+    shapes += [(slots, heads, value // 16 * key, 16)] * 2
+    return Call(own.mix, [*states, *(draw.floats(*shape) for shape in shapes), kept_at, *places])
 
 
 def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
@@ -339,7 +374,7 @@ def quantizer_step(draw: Draw) -> Call:
 
 BUILDERS: tuple[Callable[[Draw], Call], ...] = (
     linears, linear_of_bfloats, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv,
-    attention, router_shares, attend, residency, one_decision, quantizer_step,
+    attention, router_shares, attend, mix, residency, one_decision, quantizer_step,
 )  # fmt: skip
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from moec.cli.main import cli
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.manifests.errors import CheckpointError
 from moec.runtime import load
@@ -49,6 +51,18 @@ def test_its_text_part_computes_what_transformers_computes(tmp_path: Path) -> No
     with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=64) as engine:
         found = engine.logits(tokens)
     assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_its_bundle_is_exported_as_a_text_model(tmp_path: Path) -> None:
+    folder, out = with_pictures(tmp_path / "model"), tmp_path / "out"
+    bundle = emit_bundle(folder, tmp_path / "bundle")
+    result = CliRunner().invoke(cli, ["export", str(bundle), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    tokens = torch.tensor([[1, 17, 40, 9, 33]])
+    reference = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(exported(tokens).logits, reference(tokens).logits, atol=1e-4)
 
 
 def test_a_text_model_of_an_unknown_kind_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering
     reference, texts = TransformersOracle(folder), token_texts(lowering)
     for at, found in enumerate(walked_logits(lowering, texts.rows, texts.prompts)):
         expected = reference.logits(texts.rows[at], texts.prompts[at] if texts.prompts else ())
-        assert torch.allclose(found, expected, atol=1e-5 * max(1.0, float(expected.abs().max())))
+        # Either is up to 1e-5 away from float64, so they may be twice as far apart.
+        assert torch.allclose(found, expected, atol=3e-5 * max(1.0, float(expected.abs().max())))
 
 
 def _following(model: ModelSpec, layer: int) -> int:

@@ -219,7 +219,7 @@ class BoundLayers {
 
     ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
         ExpertLayerView view{};
-        view.norm = vector(field(fields, "experts_norm"), size);
+        view.norm = vector(field(fields, "experts_norm"), size, "experts_norm");
         const auto norm = [&](const char* name) { return bias(field(fields, name), size, name); };
         view.norm_bias = norm("norm_bias");
         view.after_norm = norm("experts_after_norm");
