@@ -31,12 +31,12 @@ _OUTPUTS = ("attn_output", "out_proj", "ffn_down", "ffn_down_exps", "ffn_down_sh
 
 
 class TensorOfFile(NamedTuple):
-    """A tensor. shape: rows first. count: experts in a stack, 0 without one."""
+    """A tensor. shape: rows first. experts: of a stack, 0 without one."""
 
     name: str
     shape: tuple[int, ...]
     is_plain: bool = False
-    count: int = 0
+    experts: int = 0
 
 
 def tensors(model: ModelSpec) -> Iterator[TensorOfFile]:
@@ -90,7 +90,7 @@ def _feed_forward(model: ModelSpec, layer: LayerSpec) -> Iterator[TensorOfFile]:
     for projection in PROJECTIONS:
         turned = (lambda width: (hidden, width)) if projection == "down" else (lambda width: (width, hidden))
         if experts.count:
-            yield TensorOfFile(f"ffn_{projection}_exps.weight", turned(experts.width), count=experts.count)
+            yield TensorOfFile(f"ffn_{projection}_exps.weight", turned(experts.width), experts=experts.count)
         if layer.shared is not None:
             yield TensorOfFile(f"ffn_{projection}{suffix}.weight", turned(layer.shared.width))
     if layer.shared is not None and layer.shared.has_gate:
@@ -160,7 +160,7 @@ def write(bundle: Path, target: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     listed = list(tensors(model))
     for tensor in listed:
-        whole = (tensor.count, *tensor.shape) if tensor.count else tensor.shape
+        whole = (tensor.experts, *tensor.shape) if tensor.experts else tensor.shape
         kind = PLAIN if tensor.is_plain else QUANTIZED
         shape = whole if tensor.is_plain else gguf.quant_shape_to_byte_shape(whole, kind)
         size = int(np.prod(shape)) * (4 if tensor.is_plain else 1)
@@ -173,8 +173,8 @@ def write(bundle: Path, target: Path) -> None:
         data = values(tensor)
         if not tensor.is_plain:
             data = gguf.quants.quantize(data, QUANTIZED)
-        if tensor.count:
-            data = np.stack([np.roll(data, 7 * expert + 1, axis=0) for expert in range(tensor.count)])
+        if tensor.experts:
+            data = np.stack([np.roll(data, 7 * expert + 1, axis=0) for expert in range(tensor.experts)])
         writer.write_tensor_data(data)
     writer.close()
 

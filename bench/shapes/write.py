@@ -40,7 +40,7 @@ from ..yardstick.checkpoint.write import train_tokenizer
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 SPEC = QuantSpec.parse("q4g64")
 SHARED_DIRECTION = 0.6  # of the squared length of an embedding
-OUTPUT_SCALE = 0.25  # of the output of a mixer or of experts, beside the stream
+OUTPUT_SCALE = 0.25  # of the output of a mixer or of experts, next to the stream
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "down_proj")
 
 
