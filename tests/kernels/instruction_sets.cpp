@@ -137,7 +137,7 @@ void run_matrix(const Run& run, MatrixView matrix, int64_t tokens) {
     const std::vector<float> gate_bias = random_floats(matrix.rows), up_bias = random_floats(matrix.rows);
     const Gating gating{Activation::kSilu, 0.0f, nullptr, nullptr};
     const Gating clamping{Activation::kClampedSwiglu, 3.0f, gate_bias.data(), up_bias.data()};
-    const Gating cutting{Activation::kRelu, 0.0f, nullptr, nullptr};
+    const Gating cutting{Activation::kRelu, 0.0f, nullptr, nullptr}, smoothing{Activation::kGelu, 0.0f, nullptr, nullptr};
     const Rounded rounded(table, x, matrix.bitwidth == 16 ? 0 : tokens, matrix.columns);
     const Activations inputs{{x.data(), matrix.columns, nullptr}, rounded.rows(), {}};
     const std::string name = name_of(matrix, tokens);
@@ -153,6 +153,8 @@ void run_matrix(const Run& run, MatrixView matrix, int64_t tokens) {
             [&] { table.expert_hidden(matrix, other, gating, inputs, tokens, out, 0, blocks_of(matrix)); });
     printed("expert_hidden, clamped, ",
             [&] { table.expert_hidden(matrix, other, clamping, inputs, tokens, out, 0, blocks_of(matrix)); });
+    printed("expert_hidden, gelu, ",
+            [&] { table.expert_hidden(matrix, other, smoothing, inputs, tokens, out, 0, blocks_of(matrix)); });
     printed("expert_hidden without a gate, ",
             [&] { table.expert_hidden(other, other, cutting, inputs, tokens, out, 0, blocks_of(matrix)); });
     table.dequantize_row(matrix, matrix.rows - 1, row.data());
@@ -261,6 +263,11 @@ void run_vectors(const Run& run) {
         run.print(found, "layer_norm" + of_size);
         table.exp(x.data(), size, found.data());
         run.print(found, "exp" + of_size);
+        table.silu(x.data(), size, found.data());
+        run.print(found, "silu" + of_size);
+        const float* const rows[] = {parts.data(), parts.data() + size, parts.data() + 2 * size};
+        table.convolve(rows, parts.data() + size, 3, size, found.data());
+        run.print(found, "convolve" + of_size);
         table.combine(parts.data(), weight.data(), size < 4 ? 1 : 4, size, found.data());
         run.print(found, "combine" + of_size);
     }
@@ -344,6 +351,21 @@ void run_attention(const Run& run) {
             run.table.rope({found.data(), cos.data(), sin.data(), &position, kHeads, size, half, false}, 0);
             run.print(found, "rope of heads of " + std::to_string(size));
         }
+    }
+}
+
+void run_delta_rule(const Run& run) {
+    constexpr int64_t kTokens = 5, kKeyHeads = 2, kHeads = 4, kValues = 2 * kStateColumns;
+    for (int64_t size : {1, 7, 8, 20, 128}) {
+        const std::vector<float> q = random_floats(kTokens * kKeyHeads * size), k = random_floats(kTokens * kKeyHeads * size);
+        const std::vector<float> v = random_floats(kTokens * kHeads * kValues), rate = random_floats(kTokens * kHeads);
+        const std::vector<float> decay(rate.size(), 0.9f);
+        std::vector<float> found(v.size(), -1.0f), state = random_floats(size * kStateColumns);
+        const DeltaCall call{q.data(), k.data(), v.data(), decay.data(), rate.data(), found.data(), kKeyHeads, kHeads, size, kValues};
+        run.table.delta_rule(call, 3, 1, 0, 2, state.data());
+        run.table.delta_rule(call, 3, 1, 2, kTokens, state.data());
+        found.insert(found.end(), state.begin(), state.end());
+        run.print(found, "delta_rule of heads of " + std::to_string(size));
     }
 }
 
@@ -437,6 +459,7 @@ int main(int argc, char** argv) {
         run_products(run);
         run_vectors(run);
         run_attention(run);
+        run_delta_rule(run);
         run_routes(run);
         run_quantizer(run);
     }

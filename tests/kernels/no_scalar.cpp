@@ -10,7 +10,7 @@ bool is_supported() { return false; }
 
 constexpr KernelTable kNone{"scalar", is_supported, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                             nullptr,  nullptr,      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                            nullptr};
+                            nullptr,  nullptr,      nullptr, nullptr};
 
 }  // namespace
 
