@@ -16,6 +16,7 @@ from ..bundle.open_bundle import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts, check_activations
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.interface import StreamingCache
+from ..expert_cache.native_cache import eviction_of
 from ..expert_cache.open_cache import open_cache
 from ..expert_cache.policies import policy_score
 from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
@@ -24,9 +25,10 @@ from ..memory.budget import MemoryPlan, plan_memory, require_machine_memory
 from ..memory.elastic_cache import ElasticCache
 from ..model.dense_weights import load_dense
 from ..model.forward import Model
+from ..model.one_call import NativeModes
 from ..modes.decoder import LossyDecoder, check_modes
 from ..modes.expert_choice import Versions, low_version_indices
-from ..modes.logical_cache import LogicalCache
+from ..modes.logical_cache import DecidingCache, LogicalCache, NativeLogicalCache
 from ..options.runtime import MAX_THREADS, RuntimeOptions
 from ..prefetch.learned_routers import learned_routers, read_lookahead
 from ..prefetch.predictors import make_predictor
@@ -134,7 +136,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
             model = Model(manifest, dense, bound.experts, cache, memory.context)
-        path = _look_ahead(model, bundle, options, reads_ahead, tables)
+        _look_ahead(model, bundle, options, reads_ahead, tables)
         # The cache takes the part of the budget that short sequences leave free.
         is_elastic = memory.budget_bytes is not None and options.expert_cache is None and not experts.holds_all
         elastic = ElasticCache(manifest, memory, options, cache) if is_elastic else None
@@ -146,6 +148,9 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         warm = model.absent_first([index for index in order if index < count])  # low versions are read at a miss
         cache.warm(warm)
         lossy = _open_modes(manifest, options, decided, records, model, accelerator, warm)
+        path = code_path(manifest, options, reads_ahead)
+        if path.why_not_one_call is None:
+            model.bind_one_call(_native_modes(lossy))
         on_failure.pop_all()
     return EngineParts(
         tokenizer=tokenizer,
@@ -163,8 +168,8 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     )
 
 
-def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahead: bool, tables: Tables) -> CodePath:
-    """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer.
+def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahead: bool, tables: Tables) -> None:
+    """Choose how experts are read ahead.
 
     reads_ahead: whether some experts have to be read while tokens are decoded.
     """
@@ -176,10 +181,6 @@ def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahe
         model.advisor.predictor = make_predictor(
             options.prefetch, tables, manifest.model, model.router_norms(), model.routers(), learned
         )
-    path = code_path(manifest, options, reads_ahead)
-    if path.why_not_one_call is None:
-        model.bind_one_call()
-    return path
 
 
 def _open_modes(
@@ -198,11 +199,22 @@ def _open_modes(
     """
     if not options.modes.decides:
         return None
-    logical = None
+    logical: DecidingCache | None = None
     if options.modes.reads_cache:
-        on_device = () if accelerator is None else accelerator.placement.resident
-        score = policy_score(options.policy, options.policy_weights)
-        logical = LogicalCache(experts.cache_spec(records), score, warm, on_device)
+        extension, spec = kernels.compiled(), experts.cache_spec(records)
+        if extension is not None and accelerator is None:
+            logical = NativeLogicalCache(extension, spec, eviction_of(extension, options, records), warm)
+        else:
+            on_device = () if accelerator is None else accelerator.placement.resident
+            logical = LogicalCache(spec, policy_score(options.policy, options.policy_weights), warm, on_device)
         model.advisor.holds = logical.is_resident  # advice must not depend on when a read ends either
     versions = Versions(model.first_expert, low_version_indices(manifest))
     return LossyDecoder(options.modes, model, versions, logical)
+
+
+def _native_modes(lossy: LossyDecoder | None) -> NativeModes | None:
+    """Return what the extension needs to decide as the lossy modes do; None without modes."""
+    if lossy is None:
+        return None
+    cache = lossy.cache.native if isinstance(lossy.cache, NativeLogicalCache) else None
+    return NativeModes(lossy.modes, lossy.versions.low_indices.tolist(), cache)

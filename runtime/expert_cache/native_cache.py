@@ -74,7 +74,7 @@ class NativeCache(StreamingCache):
             readers.count,
             MAX_RUN_BYTES,
             records.half_life,
-            _eviction(extension, options, records),
+            eviction_of(extension, options, records),
             spec.capacity_bytes,
             spec.pin_limit_bytes,
             [(*storage.source(index), *experts.native(index)) for index in range(count)],
@@ -148,12 +148,13 @@ class NativeCache(StreamingCache):
         ahead_eps: float,
         rules: dict[str, float],
         paths: dict[str, Any] | None = None,
+        lossy: dict[str, Any] | None = None,
     ) -> Any:
         """Return the extension's `ExpertLayers` over this cache, made from these arguments."""
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("layers need native kernels")
-        return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules, paths)
+        return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules, paths, lossy)
 
     def begin_token(self) -> None:
         """Prepare for a pass of one token through bound layers. Raises ExecutionError like `stream`."""
@@ -256,7 +257,7 @@ class NativeCache(StreamingCache):
         return []
 
 
-def _eviction(extension: Any, options: RuntimeOptions, records: ExpertRecords) -> Any:
+def eviction_of(extension: Any, options: RuntimeOptions, records: ExpertRecords) -> Any:
     """Return what the policy goes by, as the extension's `Eviction`."""
     weights = DEFAULT_WEIGHTS if options.policy_weights is None else parse_weights(options.policy_weights)
     high = np.arange(len(records.layer)) if records.expert is None else records.expert

@@ -368,6 +368,33 @@ class ExpertCache:
     ) -> None: ...
     def close(self) -> None: ...
 
+class LogicalCache:
+    """The experts that would be in memory if every read took no time. The specification is runtime/modes/logical_cache.py.
+
+    sizes, layers, heat: bytes, layer and first heat of each expert.
+    The other parameters are those of ExpertCache. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        layers: list[int],
+        heat: list[float],
+        half_life: float,
+        eviction: Eviction,
+        capacity_bytes: int,
+        pin_limit_bytes: int,
+        max_run_bytes: int,
+    ) -> None: ...
+    def fill(self, indices: Sequence[int]) -> None: ...
+    def is_resident(self, index: int) -> bool: ...
+    # Request experts of a layer, then read ahead. Returns an expert that does not fit, or -1.
+    def serve(self, layer: int, experts: Sequence[int], ahead: Sequence[int]) -> int: ...
+    def read_ahead(self, indices: Sequence[int]) -> None: ...
+    def begin_sequence(self) -> None: ...
+    @property
+    def bytes_read(self) -> int: ...
+
 class ExpertLayers:
     """The experts of every layer for the tokens of a pass, read from a cache.
 
@@ -385,12 +412,15 @@ class ExpertLayers:
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`, `stream_scale`.
     - `expert_scales`: float32 [E] or None.
     - `experts`: one Expert per row of the router; None for one that is left out.
+    - `low_experts`: with lossy modes the low version of each, or None; else empty.
     - `ahead`: later layers to predict, nearest first, one tuple each.
 
     A tuple of `ahead` has fourteen values:
-    - How many layers route up to this one; its number, its first expert, its top_k and its number of experts.
-    - The experts to read ahead for one token, -1 for as many as learned thresholds say; the most of them that count as
-      predicted; whether a missing one ends the advice; the experts to read ahead for each of several tokens.
+    - How many layers route up to this one; its number, its first expert and its number of experts.
+    - For a pass of the model's own, with big-little also for the little model and for tokens computed again: the top_k;
+      the experts to read ahead for one token, -1 for as many as learned thresholds say; the most of them that count as
+      predicted; the experts to read ahead for each of several tokens.
+    - Whether a missing one ends the advice.
     - Its router, norm, bias, bias of the norm, and rule, the last three or None; or None five times, if there is no
       router to compute.
     - The layer whose experts predict it by paths, and the one before that; -1 for none.
@@ -401,6 +431,7 @@ class ExpertLayers:
     rules: RULES of runtime/prefetch/read_ahead_margins.py; `most_tokens` of a pass; `choices_for_all`, from which a
         pass counts as one that needs all experts.
     paths: None, or the arrays of PathTables by name and `least_count`, the uses from which a path counts.
+    lossy: None, or the lossy modes that decide, as in NativeModes of runtime/model/one_call.py.
     Raises ValueError.
     """
 
@@ -412,16 +443,24 @@ class ExpertLayers:
         ahead_eps: float,
         rules: dict[str, float],
         paths: dict[str, Any] | None = None,
+        lossy: dict[str, Any] | None = None,
     ) -> None: ...
     # Whether a layer is being computed. Then all other calls raise ValueError.
     @property
     def is_running(self) -> bool: ...
     # See kernels.experts_layer.
     def run(self, at: int, hidden: np.ndarray, sequences: int = 1) -> tuple[str, int, int, int, int, int, int]: ...
-    def begin_pass(self) -> None: ...
+    # foretold: by layer, the logits [T, E] of the pass that is computed again.
+    def begin_pass(
+        self,
+        kind: Literal["exact", "prompt", "all", "little", "again"] = "exact",
+        foretold: dict[int, np.ndarray] = ...,
+    ) -> None: ...
+    # Decisions of lossy modes since the last call: PASS_COUNTS of runtime/modes/mode_counts.py.
+    def take_counts(self) -> tuple[float, ...]: ...
     def end_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
-    def threshold(self, running: int, layer: int, rank: int) -> float: ...
+    def threshold(self, running: int, layer: int) -> float: ...
     # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E], and float64 [E]
     # or nothing.
     @property

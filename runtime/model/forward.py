@@ -28,7 +28,7 @@ from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 from .expert_requests import ExpertOffload, choose_experts
-from .one_call import NORM_KINDS, PassExperts
+from .one_call import NORM_KINDS, NativeModes, PassExperts
 
 
 class Model:
@@ -96,10 +96,11 @@ class Model:
         """Return how useful prefetching was so far, for each layer."""
         return self.prefetch_quality.layers(self._first_expert, self.cache.prefetches)
 
-    def bind_one_call(self) -> None:
+    def bind_one_call(self, lossy: NativeModes | None = None) -> None:
         """Let a pass take one call of the extension for the experts of a layer. Call it after the advisor is set.
 
         The caller has checked that `why_not_one_call` names no reason. A cache in Python keeps the steps.
+        lossy: modes that decide; None without one.
         """
         if isinstance(self.cache, NativeCache):
             self.pass_experts = PassExperts(
@@ -110,6 +111,7 @@ class Model:
                 self.shared_experts,
                 self.cache,
                 self.advisor,
+                lossy,
             )
 
     def needs_no_read(self, index: int) -> bool:
@@ -232,12 +234,14 @@ class Model:
         one_call, count = self.pass_experts, len(tokens)
         if one_call is None or not one_call.fits(self.cache, self.advisor):
             return None
-        takes_steps = choice is not None or self.accelerator is not None or (count > 1 and self.trace is not None)
+        is_simple = choice is None and count == 1
+        takes_steps = self.accelerator is not None or (self.trace is not None and not is_simple)
+        takes_steps |= not one_call.can_decide(choice)
         if takes_steps or count != 1:
             one_call.forget_guesses()
         if takes_steps or count == 0:
             return None
-        one_call.begin()
+        one_call.begin(choice)
         return one_call
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:

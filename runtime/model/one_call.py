@@ -1,7 +1,8 @@
 """The experts of a layer for the tokens of a pass, in one call of the extension.
 
-The call routes, reads, computes and adds, with the bits of the steps in `Model`. Models, caches and rules of
-prefetching that the extension does not know take the steps. So do passes of several tokens while a trace is recorded.
+The call routes, reads, computes and adds, with the bits of the steps in `Model`. Lossy modes decide within it. Models,
+caches and rules of prefetching that the extension does not know take the steps. So do passes of several tokens, and of
+lossy modes, while a trace is recorded.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from ..expert_cache.open_cache import why_not_native
 from ..layers.norms import Norm
 from ..layers.routing import LEAST_SUM, Router
 from ..layers.shared_expert import SharedExpert
+from ..options.lossy import BigLittle, LossyModes
 from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import CHOICES_FOR_ALL, Advisor, LayerAhead
+from ..prefetch.pass_state import ExpertChoice
 from ..prefetch.predictors import MINIMUM_PAIR_COUNT, LookaheadPredictor, PathPredictor, Predictor
 from ..prefetch.quality import PrefetchQuality
 from ..prefetch.read_ahead_margins import RULES
@@ -50,13 +53,28 @@ NORM_KINDS = (
 """Norms of a layer's experts. All but the first may be absent."""
 
 
+class AheadCounts(NamedTuple):
+    """Numbers of experts of a later layer that are read ahead in a kind of passes, as the extension takes them.
+
+    top_k: experts of a token.
+    one: for one token, -1 if thresholds are learned.
+    predicted: the most that count as predicted.
+    each: for each of several tokens.
+    """
+
+    top_k: int
+    one: int
+    predicted: int
+    each: int
+
+
 class PredictedLayer(NamedTuple):
     """A layer that is predicted while another one runs, as the extension takes it.
 
     rank: its place among the later layers that route, from 1.
-    layer, first_expert, top_k, experts: its index, the index of its first expert over all layers, and its numbers.
-    rule: four values. Experts to read ahead for one token, -1 if thresholds are learned. The most that count as
-        predicted. Whether a missing one ends the advice. Experts to read ahead for each of several tokens.
+    layer, first_expert, experts: its index, the index of its first expert over all layers, and their number.
+    counts: of the model's own passes; with big-little also of the little model, and of passes computed again.
+    stops_at_miss: whether a missing expert ends the advice.
     router, norm, bias, norm_bias, scoring: the router that predicts it, if one does, as in `PassExperts.fields`.
     path: the last layers whose experts predict it, and the one before, if a path does; else -1.
     known_experts, known_scores: experts that no token changes, largest score first.
@@ -65,9 +83,9 @@ class PredictedLayer(NamedTuple):
     rank: int
     layer: int
     first_expert: int
-    top_k: int
     experts: int
-    rule: tuple[int, int, bool, int]
+    counts: list[AheadCounts]
+    stops_at_miss: bool
     router: Any = None
     norm: np.ndarray | None = None
     bias: np.ndarray | None = None
@@ -76,6 +94,34 @@ class PredictedLayer(NamedTuple):
     path: tuple[int, int] = (-1, -1)
     known_experts: Sequence[int] = ()
     known_scores: Sequence[float] = ()
+
+
+class NativeModes(NamedTuple):
+    """Lossy modes of a run, for the extension.
+
+    low: stored index of the low version of each expert, or -1.
+    cache: the extension's LogicalCache; None if no mode reads it.
+    """
+
+    modes: LossyModes
+    low: list[int]
+    cache: Any
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the dictionary that `_native.ExpertLayers` takes."""
+        precision, routing, little = self.modes.dynamic_precision, self.modes.cache_routing, self.modes.big_little
+        return {
+            "has_precision": precision is not None,
+            "has_routing": routing is not None,
+            "has_little": little is not None,
+            "low_above": 0.0 if precision is None else precision.low_above,
+            "skip_above": 0.0 if precision is None else precision.skip_above,
+            "margin": 0.0 if routing is None else routing.margin,
+            "drop": 0.0 if routing is None else routing.drop,
+            "little_experts": 0 if little is None else little.experts,
+            "low": self.low,
+            "cache": self.cache,
+        }
 
 
 class PassExperts:
@@ -94,21 +140,25 @@ class PassExperts:
         shared: Mapping[int, SharedExpert],
         cache: NativeCache,
         advisor: Advisor,
+        lossy: NativeModes | None = None,
     ) -> None:
         """Bind the layers.
 
         norms: of each layer, by kind (NORM_KINDS); None for none.
         routers: router of each layer; None for a layer without routed experts.
-        experts: kernels.Expert, counted over all layers.
+        experts: kernels.Expert of all stored experts.
         shared: shared experts by layer.
+        lossy: modes that decide; None without one.
         """
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
         self._bound = _bound_to(cache, advisor)
         self._spec, self._norms, self._routers = spec, norms, routers
-        self._experts, self._shared = experts, shared
+        self._experts, self._shared, self.lossy = experts, shared, lossy
+        self._choice: ExpertChoice | None = None
         fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
-        self.native = cache.bind_layers(fields, spec.hidden_size, spec.norm_eps, PASS_RULES, paths)
+        modes = None if lossy is None else lossy.to_plain()
+        self.native = cache.bind_layers(fields, spec.hidden_size, spec.norm_eps, PASS_RULES, paths, modes)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -117,22 +167,36 @@ class PassExperts:
         """
         return self._bound == _bound_to(cache, advisor) and not self.native.is_running
 
-    def begin(self) -> None:
-        """Begin a pass. Raises ExecutionError after a fork, or with other kernels than the cache has."""
+    def can_decide(self, choice: ExpertChoice | None) -> bool:
+        """Return whether the extension changes the routers' choice in the same way."""
+        return choice is None or (self.lossy is not None and choice.native_kind is not None)
+
+    def begin(self, choice: ExpertChoice | None = None) -> None:
+        """Begin a pass. Raises ExecutionError after a fork, or with other kernels than the cache has.
+
+        choice: changes that lossy modes make. The extension makes them itself.
+        """
         self._cache.begin_token()
-        self.native.begin_pass()
+        self._choice = choice
+        if choice is None:
+            self.native.begin_pass()
+        else:
+            self.native.begin_pass(choice.native_kind, dict(choice.foretold or {}))
 
     def end(self) -> None:
         """End a pass. Memory for several tokens is freed, because the expert cache uses it between passes."""
         self.native.end_pass()
+        if self._choice is not None:
+            self._choice.add_counts(self.native.take_counts())
+            self._choice = None
 
     def forget_guesses(self) -> None:
         """Drop the predictions of the next token. They are not compared, because another pass comes first."""
         self.native.forget_guesses()
 
-    def threshold(self, running: int, layer: int, rank: int) -> float:
+    def threshold(self, running: int, layer: int) -> float:
         """Return the threshold of a predicted layer, as in LearnedThresholds."""
-        return float(self.native.threshold(running, layer, rank))
+        return float(self.native.threshold(running, layer))
 
     def run(
         self,
@@ -154,6 +218,8 @@ class PassExperts:
         """
         state, expert, *spent_ns, demanded, predicted = kernels.experts_layer(self.native, layer, hidden, sequences)
         self._cache.check_end(state, expert)
+        if self._choice is not None and self._choice.native_kind == "little" and self._routers[layer] is not None:
+            self._choice.take(layer, np.frombuffer(self.native.logits, np.float32).reshape(len(hidden), -1))
         dense_ns, experts_ns, shared_ns = spent_ns
         times.dense_ns += dense_ns - shared_ns
         if predicted >= 0:
@@ -192,13 +258,15 @@ class PassExperts:
 
     def _layers_ahead(self, layer: int) -> list[LayerAhead]:
         """Return the layers that are predicted while a layer runs, nearest first."""
-        predictor = self._predictor
-        if predictor is None:
+        if self._predictor is None:
             return []
-        layers_ahead = [later for later in self._advisor.layers_ahead(layer) if self._advisor.fixed_count(later)]
-        if isinstance(predictor, PathPredictor):
-            return [later for later in layers_ahead if predictor.is_next(layer, later.ahead)]
-        return layers_ahead
+        return [later for later in self._advisor.layers_ahead(layer) if self._is_predicted(layer, later)]
+
+    def _is_predicted(self, layer: int, later: LayerAhead) -> bool:
+        """Return whether the model's own passes predict a later layer."""
+        predictor = self._predictor
+        is_next = not isinstance(predictor, PathPredictor) or predictor.is_next(layer, later.ahead)
+        return is_next and self._advisor.fixed_count(later.top_k, later) != 0
 
     def _known(self, layer: int, later: LayerAhead) -> np.ndarray | None:
         """Return the scores [E] of a layer that no token changes; None if they depend on it."""
@@ -230,15 +298,49 @@ class PassExperts:
             "weight_scale": spec.router.scale,
             "residual_scale": self._spec.residual_scale,
             "experts": [None if expert is None else expert.native for expert in experts],
-            "ahead": [self._ahead(at, later) for later in self._layers_ahead(at)],
+            "low_experts": [] if self.lossy is None else self._low_experts(self.lossy, first, spec.count),
+            "ahead": [self._ahead(at, later) for later in self._bound_ahead(at)],
         }
+
+    def _low_experts(self, lossy: NativeModes, first: int, count: int) -> list[Any]:
+        """Return the low version of each expert of a layer; None without one."""
+        low = [None if index < 0 else self._experts[index] for index in lossy.low[first : first + count]]
+        return [None if expert is None else expert.native for expert in low]
+
+    @property
+    def _big_little(self) -> BigLittle | None:
+        return None if self.lossy is None else self.lossy.modes.big_little
+
+    def _bound_ahead(self, layer: int) -> list[LayerAhead]:
+        """Return the layers that some kind of pass predicts while a layer runs, nearest first."""
+        if self._big_little is None or self._predictor is None:
+            return self._layers_ahead(layer)
+        return self._advisor.layers_ahead(layer)
+
+    def _counts(self, at: int, later: LayerAhead) -> list[AheadCounts]:
+        """Return how many experts of a later layer are read ahead, in each kind of passes."""
+        advisor, little = self._advisor, self._big_little
+        is_next = not isinstance(self._predictor, PathPredictor) or self._predictor.is_next(at, later.ahead)
+
+        def counts(top_k: int, one: int, each: int) -> AheadCounts:
+            return AheadCounts(top_k, one, advisor.most_predicted(top_k, later), each)
+
+        top_ks = [later.top_k] if little is None else [later.top_k, little.little_top_k(later.top_k)]
+        found = [
+            counts(top_k, advisor.fixed_count(top_k, later), advisor.count_for_each(top_k, later))
+            if is_next
+            else counts(top_k, 0, 0)
+            for top_k in top_ks
+        ]
+        again = [] if little is None else [counts(later.top_k, 0, advisor.foretold_count(later))]
+        return found + again
 
     def _ahead(self, at: int, later: LayerAhead) -> PredictedLayer:
         """Return a layer that is predicted while layer `at` runs."""
         layer, predictor, advisor = later.layer, self._predictor, self._advisor
-        most, for_each = advisor.most_predicted(later.top_k, later), advisor.count_for_each(later.top_k, later)
-        rule = advisor.fixed_count(later), most, advisor.rule == "first-miss", for_each
-        predicted = PredictedLayer(later.rank, layer, advisor.first_expert[layer], later.top_k, later.count, rule)
+        counts, stops_at_miss = self._counts(at, later), advisor.rule == "first-miss"
+        first = advisor.first_expert[layer]
+        predicted = PredictedLayer(later.rank, layer, first, later.count, counts, stops_at_miss)
         scores, path = self._known(at, later), (-1, -1)
         if scores is None and isinstance(predictor, PathPredictor):
             before, last = [-1, *predictor.source_layers(at, later.ahead)][-2:]
@@ -267,8 +369,6 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     """
     model = manifest.model
     reason = why_not_native(options, model.encoder is not None)
-    if reason is None and options.modes.decides:
-        reason = "a lossy mode"
     for layer in model.layers:
         reason = reason or _why_not_layer(layer)
     return reason or (_why_not_advice(model, options) if reads_ahead else None)

@@ -18,7 +18,7 @@ from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor, foresee_unimportance
 from .expert_choice import PassChoice, Versions
-from .logical_cache import LogicalCache
+from .logical_cache import DecidingCache
 from .mode_counts import ModeCounts
 
 RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
@@ -73,7 +73,7 @@ class LossyDecoder:
         modes: LossyModes,
         model: DecodingModel,
         versions: Versions,
-        cache: LogicalCache | None,
+        cache: DecidingCache | None,
         choices: MakeChoice = PassChoice,
     ) -> None:
         self.modes, self.model, self.versions, self.cache = modes, model, versions, cache
@@ -123,23 +123,20 @@ class LossyDecoder:
 
         Reads ahead as the first pass routed.
         """
-        model, advisor = self.model, self.model.advisor
-        routers, spec = model.routers(), model.spec
-        foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
-        full = self._choice(foretold=foretold)
-        before: tuple[Predictor | None, int] = (advisor.predictor, advisor.experts)
+        model, advisor, full = self.model, self.model.advisor, self._choice(foretold=recorded)
         if advisor.predictor is not None:
-            advisor.predictor = ForetoldPredictor(model, recorded)
-            advisor.experts = max(layer.experts.top_k for layer in spec.layers)
-            first = min(foretold)
-            known = [full.index(first, expert) for expert in np.unique(foretold[first]).tolist()]
+            first = min(recorded)
+            router = model.routers()[first]
+            chosen = [] if router is None else np.unique(router.rule.route(recorded[first])[0]).tolist()
+            known = [full.index(first, expert) for expert in chosen]
             model.prefetch(known)
             if self.cache is not None:
                 self.cache.advise(known)
+            advisor.foretold = ForetoldPredictor(model, recorded)
         try:
             return run(tokens, slots, positions, full)
         finally:
-            advisor.predictor, advisor.experts = before
+            advisor.foretold = None
 
 
 def confidence(logits: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from ..layers.routing import (
     unimportance_of_token,
 )
 from ..options.lossy import CacheRouting, DynamicPrecision, LossyModes
-from .logical_cache import LogicalCache
+from .logical_cache import DecidingCache
 from .mode_counts import ModeCounts
 
 ABSENT = -1
@@ -34,20 +34,20 @@ class Versions:
     """Stored indices of the high and low versions of experts.
 
     first_expert: stored index at which each layer's experts begin, [L + 1].
-    low: stored index of each expert's low version, ABSENT without one, int [N].
+    low_indices: stored index of each expert's low version, ABSENT without one, int [N].
     """
 
-    def __init__(self, first_expert: Sequence[int], low: np.ndarray) -> None:
-        self._first, self._low = first_expert, low
+    def __init__(self, first_expert: Sequence[int], low_indices: np.ndarray) -> None:
+        self._first, self.low_indices = first_expert, low_indices
 
     def index(self, layer: int, expert: int) -> int:
         """Return the stored index of a chosen expert, high or low."""
         first, count = self._first[layer], self._count(layer)
-        return first + expert if expert < count else int(self._low[first + expert - count])
+        return first + expert if expert < count else int(self.low_indices[first + expert - count])
 
     def low(self, layer: int, expert: int) -> int | None:
         """Return the low version of an expert as a chosen expert; None without one."""
-        return expert + self._count(layer) if self._low[self._first[layer] + expert] != ABSENT else None
+        return expert + self._count(layer) if self.low_indices[self._first[layer] + expert] != ABSENT else None
 
     def _count(self, layer: int) -> int:
         return self._first[layer + 1] - self._first[layer]
@@ -84,20 +84,22 @@ def _unimportance(routed: Routed) -> dict[int, float]:
 class PassChoice:
     """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
+    It is the specification of `native/experts/lossy_choice.cpp`, which decides in a pass of native calls.
+
     modes, versions, cache, counts: what all passes of an engine share. The cache is None if no mode reads it.
     is_prompt: whether the pass computes a prompt. Then only dynamic precision acts.
 
     is_little: whether the pass uses the number of experts of the little model.
     recorded: receives the logits [T, E] of every layer that routes.
 
-    foretold: experts [T, K] of each layer that the discarded pass would have chosen with all K.
+    foretold: by layer, the logits [T, E] of the discarded pass, if these tokens are computed again.
     """
 
     def __init__(
         self,
         modes: LossyModes,
         versions: Versions,
-        cache: LogicalCache | None,
+        cache: DecidingCache | None,
         counts: ModeCounts,
         is_prompt: bool = False,
         is_little: bool = False,
@@ -106,7 +108,22 @@ class PassChoice:
     ) -> None:
         self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
         self._is_prompt, self._is_little = is_prompt, is_little
-        self._recorded, self._foretold = recorded, foretold
+        self._recorded, self.foretold = recorded, foretold
+
+    @property
+    def native_kind(self) -> str | None:
+        if type(self) is not PassChoice:  # it decides by other rules
+            return None
+        if self._is_prompt:
+            return "prompt"
+        return "little" if self._is_little else "all" if self.foretold is None else "again"
+
+    def take(self, layer: int, logits: np.ndarray) -> None:
+        if self._recorded is not None:
+            self._recorded[layer] = logits
+
+    def add_counts(self, counts: Sequence[int | float]) -> None:
+        self._counts.add(counts)
 
     @property
     def reads_unimportance(self) -> bool:
@@ -124,13 +141,12 @@ class PassChoice:
         """
         if self._is_prompt:
             return self._select_for_prompt(routed)
-        if self._recorded is not None:
-            self._recorded[routed.layer] = routed.logits
+        self.take(routed.layer, routed.logits)
         self._counts.ranks += routed.chosen.size
         if not self._is_little:
             self._counts.count_weights(routed.weights)
-        if self._foretold is not None:
-            foretold = self._foretold[routed.layer]
+        if self.foretold is not None:
+            foretold = routed.rule.route(self.foretold[routed.layer])[0]
             self._counts.foretold += foretold.size
             is_right = (foretold[:, :, None] == routed.chosen[:, None, :]).any(axis=2)
             self._counts.foretold_right += int(is_right.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -63,6 +64,11 @@ class ModeCounts:
         self.routings += len(weights)
         self.lower_half += float((ranked[:, : weights.shape[1] // 2].sum(axis=1) / np.maximum(total, 1e-20)).sum())
 
+    def add(self, others: Sequence[int | float]) -> None:
+        """Add the counts of a pass of the extension: those of PASS_COUNTS, in this order."""
+        for name, count in zip(PASS_COUNTS, others, strict=True):
+            setattr(self, name, getattr(self, name) + count)
+
     def to_plain(self) -> dict[str, int | float | None]:
         """Return the counts and their shares for `--json`."""
         plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -74,3 +80,7 @@ class ModeCounts:
         plain["fallback_share"] = self.fallback_tokens / self.tokens if self.tokens else None
         plain["foretold_right_share"] = self.foretold_right / self.foretold if self.foretold else None
         return plain
+
+
+PASS_COUNTS = tuple(field.name for field in fields(ModeCounts) if field.name not in ("tokens", "fallback_tokens"))
+"""Counts of a pass, in the order of `LossyCounts` of the extension. The decoder counts the others."""

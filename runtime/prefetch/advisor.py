@@ -94,6 +94,8 @@ class Advisor:
     holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
     thresholds: LearnedThresholds = field(default_factory=LearnedThresholds)
+    foretold: Predictor | None = None
+    """Predictor of a pass that is computed again, with all experts that a layer has per token."""
     _layers_ahead: list[list[LayerAhead]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,18 +117,22 @@ class Advisor:
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
 
-    def fixed_count(self, later: LayerAhead) -> int:
-        """Return the experts of a later layer that are read ahead for a single token; -1 if thresholds are learned."""
-        return -1 if self.rule == "likely" and not self.experts else self.count_for_each(later.top_k, later)
-
-    def count_for_each(self, top_k: int, later: LayerAhead) -> int:
-        """Return the experts of a later layer that are read ahead for each of several tokens, at most all of them.
+    def fixed_count(self, top_k: int, later: LayerAhead) -> int:
+        """Return the experts of a later layer that are read ahead for a single token; -1 if thresholds are learned.
 
         top_k: experts of a token.
         """
+        return -1 if self.rule == "likely" and not self.experts else self.count_for_each(top_k, later)
+
+    def count_for_each(self, top_k: int, later: LayerAhead, nearest: int = 0) -> int:
+        """Return the experts of a later layer that are read ahead for each of several tokens, at most all of them.
+
+        top_k: experts of a token.
+        nearest: if not 0, the number for the next layer.
+        """
         if self.rule == "until-routed":
             return later.count
-        count = advised_experts(top_k, later.rank, self.experts)
+        count = advised_experts(top_k, later.rank, nearest or self.experts)
         return min(max(count, 1) if self.rule == "first-miss" else count, later.count)
 
     def most_predicted(self, top_k: int, later: LayerAhead) -> int:
@@ -135,6 +141,10 @@ class Advisor:
         Rule `until-routed` advises all experts, so its top_k counts.
         """
         return top_k if self.rule == "until-routed" else later.count
+
+    def foretold_count(self, later: LayerAhead) -> int:
+        """Return the experts of a later layer that are read ahead for each token that is computed again."""
+        return self.count_for_each(later.top_k, later, nearest=max(layer.experts.top_k for layer in self.spec.layers))
 
     def layers_ahead(self, layer: int) -> list[LayerAhead]:
         """Return the layers that are looked at while a layer runs, nearest first."""
@@ -166,7 +176,8 @@ class Advisor:
 
     def _learns(self, state: PassState) -> bool:
         """Return whether the learned thresholds decide what is read ahead."""
-        return self.rule == "likely" and not self.experts and len(state.hidden) == 1
+        is_learned = self.rule == "likely" and not self.experts and self.foretold is None
+        return is_learned and len(state.hidden) == 1
 
     def _learn(self, state: PassState) -> None:
         """Compare the choices of the running layer with their prediction."""
@@ -194,7 +205,8 @@ class Advisor:
 
         Layers without a prediction are missing.
         """
-        if self.predictor is None:
+        predictor = self.predictor if self.foretold is None else self.foretold
+        if predictor is None:
             return {}
         learns = self._learns(state)
         scored = [
@@ -202,7 +214,7 @@ class Advisor:
         ]
         if not scored:
             return {}
-        scores = self.predictor.scores_ahead(state, [each.ahead for each in scored])
+        scores = predictor.scores_ahead(state, [each.ahead for each in scored])
         # Tables are as wide as the layer with the most experts.
         return {each.ahead: own[: each.count] for each, own in zip(scored, scores, strict=True) if own is not None}
 
@@ -227,6 +239,8 @@ class Advisor:
     def _advised(self, state: PassState, later: LayerAhead) -> int:
         """Return the number of experts of the layer that are worth reading ahead."""
         tokens = self._tokens_in(state, later.layer)
+        if self.foretold is not None:
+            return tokens * self.foretold_count(later)
         if tokens == 1 < len(state.hidden) and self.rule == "likely" and not self.experts:
             return 0  # after a prompt only popularity is known of the next token: 6 of 100 experts would be right
         return tokens * self.count_for_each(state.top_k(later.top_k), later)

@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden, E experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,22 @@ from ..layers.routing import Routed, least_unimportance
 
 class ExpertChoice(Protocol):
     """Changes that one pass makes to the choice of the routers. The lossy modes have one (`modes/expert_choice.py`)."""
+
+    foretold: Mapping[int, np.ndarray] | None
+    """Logits [T, E] by layer of the pass that these tokens are computed again after, or None."""
+
+    @property
+    def native_kind(self) -> str | None:
+        """Name of this kind of pass for the extension, or None if it cannot decide as this choice does."""
+        ...
+
+    def take(self, layer: int, logits: np.ndarray) -> None:
+        """Take the router logits [T, E] of a layer, if the choice records them."""
+        ...
+
+    def add_counts(self, counts: Sequence[int | float]) -> None:
+        """Add the decisions that the extension made in a pass."""
+        ...
 
     @property
     def reads_unimportance(self) -> bool:

@@ -19,8 +19,9 @@ PRECISION = 0.8
 # Change of a threshold's logarithm for each wrong and right expert next to the threshold.
 _RATE = 0.2
 _WRONG, _RIGHT = exp(_RATE / 2 * PRECISION), exp(-_RATE / 2 * (1 - PRECISION))
-# Threshold before anything is learned. Predictions of the second layer ahead are half as good as those of the first.
-_FIRST_THRESHOLD = 0.4
+# Threshold before anything is learned, as a share of the margin of the best expert: ratios of sigmoid scores are a
+# third of those of softmax. Predictions of the second layer ahead are half as good as those of the first.
+_FIRST_SHARE = 0.3
 # Bounds of a threshold, so that it can be unlearned within some hundred tokens.
 _LEAST, _MOST = 0.01, log(1e15)
 # Share of the largest score that replaces the score of the first expert that would not be chosen, if that is less.
@@ -29,7 +30,7 @@ _FLOOR = 1e-9
 RULES = {
     "wrong": _WRONG,
     "right": _RIGHT,
-    "first": _FIRST_THRESHOLD,
+    "first": _FIRST_SHARE,
     "least": _LEAST,
     "most": _MOST,
     "floor": _FLOOR,
@@ -54,18 +55,23 @@ class LearnedThresholds:
         self._thresholds: dict[tuple[int, int], float] = {}
         self._nearest: dict[int, list[tuple[int, float, list[int]]]] = {}
 
-    def threshold(self, running: int, layer: int, rank: int) -> float:
-        """Return the threshold of a predicted layer. It is the rank-th layer to route after the running one, from 1."""
-        return self._thresholds.get((running, layer), _FIRST_THRESHOLD * rank)
+    def threshold(self, running: int, layer: int) -> float:
+        """Return the threshold of a predicted layer, 0 before its first prediction."""
+        return self._thresholds.get((running, layer), 0.0)
 
     def likely(self, running: int, layer: int, rank: int, scores: np.ndarray, top_k: int) -> list[int]:
         """Return experts that the layer will choose with enough certainty, likeliest first, at most top_k.
 
+        rank: the predicted layer is the rank-th to route after the running one, from 1.
         scores: [E], not negative. An expert of score 0 is never returned.
         """
         order, largest = kernels.largest(scores, top_k + 1)
-        threshold = self.threshold(running, layer, rank)
-        least = max(largest[top_k], largest[0] * _FLOOR) * exp(threshold) if len(largest) > top_k else 0.0
+        next_best = max(largest[top_k], largest[0] * _FLOOR) if len(largest) > top_k else 0.0
+        pair = (running, layer)
+        if pair not in self._thresholds and next_best > 0:
+            self._thresholds[pair] = min(max(_FIRST_SHARE * rank * log(largest[0] / next_best), _LEAST), _MOST)
+        threshold = self.threshold(*pair)
+        least = next_best * exp(threshold)
         count = sum(score >= least and score > 0 for score in largest[:top_k])
         nearest = order[max(count - 1, 0) : min(count + 1, top_k)]
         self._nearest.setdefault(layer, []).append((running, threshold, nearest))

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"expert_cache": "50%", "context": 32}
         ({"prefetch_rule": "until-routed"}, None, None),
         ({"prefetch_experts": 2}, None, None),
         ({"prefetch": "popularity", "expert_cache": "100%"}, None, None),
-        ({"lossy": "big-little gamma=0.9,k=1"}, None, "a lossy mode"),
+        ({"lossy": "big-little gamma=0.9,k=1"}, None, None),
         ({"accelerator": "torch-cpu", "accelerator_memory": "8MiB"}, "an accelerator", "an accelerator"),
     ],
 )

@@ -16,7 +16,7 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.model.one_call import PASS_RULES, PredictedLayer
+from moec.runtime.model.one_call import PASS_RULES, AheadCounts, PredictedLayer
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.cache_kinds import kernels_of
 from tests.runtime.faulty_source import PATIENCE_S, InTime
@@ -143,7 +143,8 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return changes of the fields of a layer, and what the refusal of each says."""
     short, norms = fields["experts"][:-1], np.ones(3, np.float32)
     norm = fields["experts_norm"]
-    known = PredictedLayer(1, 1, 12, 3, 12, (-1, 12, False, 2))
+    counts = AheadCounts(3, -1, 12, 2)
+    known = PredictedLayer(1, 1, 12, 12, [counts], False)
     right = known._replace(router=fields["router"], norm=norm)
     return [
         ({"experts": short}, "experts: expected 12"),
@@ -184,10 +185,16 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"ahead": [right._replace(scoring=("none", None, 1, 1, False, 0.0, False, 1e-20))]}, "rule: expected softmax"),
         ({"ahead": [right._replace(first_expert=30)]}, "first_expert"),
         ({"ahead": [right._replace(norm=norms)]}, "norm"),
-        *(({"ahead": [right._replace(top_k=top_k)]}, "a top-k of 1 to 36") for top_k in (0, 2**63 - 1)),
+        *(
+            ({"ahead": [right._replace(counts=[counts._replace(top_k=top_k)])]}, "a top-k of 1 to 36")
+            for top_k in (0, 2**63 - 1)
+        ),
+        ({"ahead": [right._replace(counts=[])]}, "counts of one kind of passes"),
+        ({"low_experts": [None]}, "low_experts: expected one of each expert under lossy modes, else none"),
         ({"ahead": [right._replace(rank=0)]}, "a rank of at least 1"),
-        ({"ahead": [right._replace(rule=(-1, 12, False, -1))]}, "a top-k of 1 to 36"),
-        ({"ahead": [right._replace(experts=2**62)]}, "a top-k of 1 to 36"),
+        ({"ahead": [right._replace(counts=[counts._replace(each=-1)])]}, "a top-k of 1 to 36"),
+        ({"ahead": [right._replace(counts=[counts._replace(one=-2)])]}, "a top-k of 1 to 36"),
+        ({"ahead": [right._replace(experts=2**62)]}, "a rank of at least 1"),
         ({"ahead": [known._replace(known_experts=[99], known_scores=[1.0])]}, "first_expert"),
         ({"ahead": [known._replace(known_experts=[1])]}, "a score for each"),
         ({"ahead": [known._replace(path=(0, -1))]}, "expected paths, and two layers"),

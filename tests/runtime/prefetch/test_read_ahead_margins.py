@@ -47,6 +47,13 @@ def test_the_least_sure_expert_is_right_as_often_as_it_should_whatever_the_scale
     assert 0 < few < some < many <= TOP_K and some > 1
 
 
+def test_the_first_prediction_advises_as_much_whatever_the_scale() -> None:
+    """Ratios of the scores of sigmoids are a third of those of a softmax."""
+    seen = np.random.default_rng(3).standard_normal(EXPERTS)
+    found = [len(LearnedThresholds().likely(0, 1, 1, np.exp(scale * seen), TOP_K)) for scale in (0.05, 0.3, 1.0, 8.0)]
+    assert found == [found[0]] * 4 and found[0] > 1
+
+
 def test_a_prediction_that_knows_nothing_comes_to_advise_nothing() -> None:
     random, thresholds = np.random.default_rng(4), LearnedThresholds()
     popularity = np.exp(-np.arange(EXPERTS, dtype=np.float64))
@@ -78,8 +85,8 @@ def test_advice_goes_by_the_threshold_for_one_token_and_by_count_for_many_or_whe
     advisor = Advisor(model_spec((layer_spec(experts=8, top_k=4),) * 3), [0, 8, 16, 24], _Sure())
     one, chosen = np.zeros((1, 1), np.float32), [np.array([[0, 1, 2, 3]], np.int32)]
     following, advice = advisor.advise(PassState(0, one, chosen))
-    assert following == [0, 1, 2, 3]
-    assert advice == [8, 9, 10, 11, 16, 17, 18, 19]
+    assert following == [0, 1, 2]  # margins of 4, 3 and 2, at least 0.3 times the first
+    assert advice == [8, 9, 10, 16, 17], "at least 0.6 times the first, two layers ahead"
     many = np.zeros((2, 1), np.float32)
     assert advisor.advise(PassState(0, many, [np.repeat(chosen[0], 2, 0)]))[1] == [8, 9, 10, 11]
     advisor.experts = 1
@@ -91,18 +98,17 @@ def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     wrong = np.array([[7, 6, 5, 4]], np.int32)
     advisor.advise(PassState(0, one, [wrong]))
-    before = advisor.thresholds.threshold(0, 1, 1)
+    before = advisor.thresholds.threshold(0, 1)
     advisor.advise(PassState(0, many, [np.repeat(wrong, 2, 0)]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.thresholds.threshold(0, 1, 1) == before
+    assert advisor.thresholds.threshold(0, 1) == before
     advisor.advise(PassState(0, one, [wrong]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.thresholds.threshold(0, 1, 1) > before
+    assert advisor.thresholds.threshold(0, 1) > before
 
 
 def thresholds_of(thresholds: LearnedThresholds | PassExperts) -> list[float]:
-    pairs = ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
-    return [thresholds.threshold(running, layer, rank) for running, layer, rank in pairs]
+    return [thresholds.threshold(*pair) for pair in ((0, 1), (0, 2), (1, 2), (2, 0))]
 
 
 def test_what_looks_from_elsewhere_is_learned_apart() -> None:

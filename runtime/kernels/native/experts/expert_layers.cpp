@@ -36,7 +36,7 @@ class Leases {
 }  // namespace
 
 ExpertLayers::ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                           const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits)
+                           const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits, LossyChoice* lossy)
     : reads_(reads),
       layers_(std::move(layers)),
       ahead_eps_(ahead_eps),
@@ -44,6 +44,7 @@ ExpertLayers::ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> laye
       thresholds_(rules),
       paths_(paths),
       limits_(limits),
+      lossy_(lossy),
       chosen_of_(layers_.size()) {}
 
 void ExpertLayers::end_pass() {
@@ -59,8 +60,8 @@ void ExpertLayers::end_pass() {
 }
 
 bool ExpertLayers::route(const ExpertLayerView& layer) {
-    const size_t tokens = static_cast<size_t>(rows_.tokens), experts = layer.router == nullptr ? 0 : layer.experts.size();
-    const size_t top_k = static_cast<size_t>(layer.top_k), size = static_cast<size_t>(size_);
+    const size_t tokens = static_cast<size_t>(rows_.tokens), experts = static_cast<size_t>(layer.routing.experts);
+    const size_t top_k = static_cast<size_t>(top_k_), size = static_cast<size_t>(size_);
     normed_.resize(tokens * size);
     if (layer.norm_bias == nullptr) {
         rms_norm(rows_.hidden, layer.norm, layer.norm_eps, rows_.tokens, size_, normed_.data());
@@ -84,18 +85,18 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
     for (size_t t = 0; t < tokens; ++t) {
         add_bias(logits.data() + t * experts, layer.router_bias, layer.router->rows);
     }
-    if (!choose(layer)) {
-        return false;
+    return layer.routing.choose(logits.data(), rows_.tokens, top_k_, chosen.data(), weights_.data());
+}
+
+// Lets lossy modes change what the router chose. Returns false without memory.
+bool ExpertLayers::select(const ExpertLayerView& layer) {
+    if (choice_ == nullptr) {
+        return true;
     }
-    if (layer.weight_scale != 1.0f) {
-        for (float& weight : weights_) {
-            weight *= layer.weight_scale;
-        }
-    }
-    for (size_t i = 0; layer.expert_scales != nullptr && i < weights_.size(); ++i) {
-        weights_[i] *= layer.expert_scales[chosen[i]];
-    }
-    return true;
+    versions_ = chosen;
+    std::fill(parts_.begin(), parts_.end(), 0.0f);  // a rank without an expert is added as well, with weight 0
+    const Routed routed{layer.layer, layer.first_expert, rows_.tokens, top_k_, &layer.routing, logits.data()};
+    return layer.router == nullptr || choice_->select(routed, versions_, weights_);
 }
 
 // What a part of the layer reads: the stream after a norm of its own, if it has one, else what the experts read.
@@ -106,23 +107,6 @@ const float* ExpertLayers::input_of(const float* own_norm, const ExpertLayerView
     own.resize(normed_.size());
     rms_norm(rows_.hidden, own_norm, layer.norm_eps, rows_.tokens, size_, own.data());
     return own.data();
-}
-
-// Turns logits into experts and weights, without the scale of the router.
-bool ExpertLayers::choose(const ExpertLayerView& layer) {
-    const float* const kept = logits_among_kept(layer);
-    const RouteCall call{kept, chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
-    if (layer.rule != nullptr) {
-        route_by_rule(*layer.rule, call, rows_.tokens, layer.has_left_out ? layer.left_out.data() : nullptr);
-        return true;
-    }
-    if (!moec::route(call, rows_.tokens)) {
-        return false;
-    }
-    for (int64_t t = 0; t < rows_.tokens; ++t) {
-        replace_left_out(layer, kept + t * call.expert_count, chosen.data() + t * layer.top_k);
-    }
-    return true;
 }
 
 // The weight of the shared expert for each token.
@@ -139,79 +123,67 @@ bool ExpertLayers::weigh_shared(const ExpertLayerView& layer) {
     return true;
 }
 
-// The logits with those of experts that are left out set to -inf. `logits` itself keeps the values of the router.
-const float* ExpertLayers::logits_among_kept(const ExpertLayerView& layer) {
-    if (!layer.has_left_out) {
-        return logits.data();
-    }
-    kept_ = logits;
-    for (size_t i = 0; i < kept_.size(); ++i) {
-        if (layer.experts[i % layer.experts.size()] == nullptr) {
-            kept_[i] = -std::numeric_limits<float>::infinity();
-        }
-    }
-    return kept_.data();
-}
-
-// Choose again where an expert that is left out was chosen, because logits of the others are NaN or -inf. The weights, which
-// are NaN or 0 then, stay. NaN reaches the logits of the model, where an error names it.
-void ExpertLayers::replace_left_out(const ExpertLayerView& layer, const float* kept, int32_t* chosen_of_token) const {
-    const auto is_left_out = [&layer](int64_t expert) { return layer.experts[static_cast<size_t>(expert)] == nullptr; };
-    if (!layer.has_left_out || std::none_of(chosen_of_token, chosen_of_token + layer.top_k, is_left_out)) {
-        return;
-    }
-    int64_t rank = 0;
-    for (const int64_t expert : largest(kept, layer.router->rows, layer.router->rows)) {
-        if (rank < layer.top_k && !is_left_out(expert)) {
-            chosen_of_token[rank++] = static_cast<int32_t>(expert);
-        }
-    }
-}
-
 // Groups the choices by expert. Returns the stored experts that are needed: of one token by rank, else by number.
 ExpertLayers::Indices ExpertLayers::group(const ExpertLayerView& layer) {
     Indices requested;
+    const std::vector<int32_t>& found = versions();
+    const auto stored = [&](int64_t version) {
+        return choice_ == nullptr ? layer.first_expert + version
+                                  : choice_->stored(layer.first_expert, layer.routing.experts, version);
+    };
     if (has_one()) {
-        for (const int32_t expert : chosen) {
-            requested.push_back(layer.first_expert + expert);
+        for (const int32_t version : found) {
+            if (version != kNoExpert) {
+                requested.push_back(stored(version));
+            }
         }
         return requested;
     }
     starts_.assign(layer.experts.size() + 1, 0);
-    token_rows_.resize(chosen.size());
-    part_rows_.resize(chosen.size());
-    for (const int32_t expert : chosen) {
-        ++starts_[static_cast<size_t>(expert) + 1];
+    token_rows_.resize(found.size());
+    part_rows_.resize(found.size());
+    for (const int32_t version : found) {
+        starts_[static_cast<size_t>(version) + 1] += version != kNoExpert;
     }
-    for (size_t e = 0; e < layer.experts.size(); ++e) {
-        if (starts_[e + 1] > 0) {
-            requested.push_back(layer.first_expert + static_cast<int64_t>(e));
+    for (size_t v = 0; v < layer.experts.size(); ++v) {
+        if (starts_[v + 1] > 0) {
+            requested.push_back(stored(static_cast<int64_t>(v)));
         }
-        starts_[e + 1] += starts_[e];
+        starts_[v + 1] += starts_[v];
     }
     Indices next(starts_.begin(), starts_.end() - 1);
-    const int64_t top_k = layer.top_k, ranks = ranks_of(layer);
-    for (int64_t place = 0; place < static_cast<int64_t>(chosen.size()); ++place) {
-        const int64_t at = next[static_cast<size_t>(chosen[static_cast<size_t>(place)])]++;
-        token_rows_[static_cast<size_t>(at)] = place / top_k;
-        part_rows_[static_cast<size_t>(at)] = place / top_k * ranks + place % top_k;
+    const int64_t ranks = ranks_of(layer);
+    for (int64_t place = 0; place < static_cast<int64_t>(found.size()); ++place) {
+        if (found[static_cast<size_t>(place)] == kNoExpert) {
+            continue;
+        }
+        const int64_t at = next[static_cast<size_t>(found[static_cast<size_t>(place)])]++;
+        token_rows_[static_cast<size_t>(at)] = place / top_k_;
+        part_rows_[static_cast<size_t>(at)] = place / top_k_ * ranks + place % top_k_;
     }
     return requested;
 }
 
-// Compares the choice with the prediction of the layer before.
-void ExpertLayers::count_predicted(const ExpertLayerView& layer, const Indices& requested, Outcome& outcome) {
-    outcome.demanded = static_cast<int64_t>(requested.size());
+// Compares the router's choice with the prediction of the layer before.
+void ExpertLayers::count_predicted(Outcome& outcome) {
+    Indices different(chosen.begin(), chosen.end());
+    if (!has_one()) {
+        std::sort(different.begin(), different.end());
+        different.erase(std::unique(different.begin(), different.end()), different.end());
+    }
+    outcome.demanded = static_cast<int64_t>(different.size());
     if (has_predicted_) {
-        outcome.predicted = std::count_if(requested.begin(), requested.end(), [&](int64_t index) {
-            return std::find(predicted_.begin(), predicted_.end(), index - layer.first_expert) != predicted_.end();
+        outcome.predicted = std::count_if(different.begin(), different.end(), [&](int64_t expert) {
+            return std::find(predicted_.begin(), predicted_.end(), expert) != predicted_.end();
         });
     }
     has_predicted_ = false;
 }
 
-int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const {
-    return std::find(chosen.begin(), chosen.end(), static_cast<int32_t>(index - layer.first_expert)) - chosen.begin();
+// The place of a stored expert in `experts`.
+int64_t ExpertLayers::version_of(const ExpertLayerView& layer, int64_t index) const {
+    return choice_ == nullptr ? index - layer.first_expert
+                              : choice_->version_of(layer.first_expert, layer.routing.experts, index);
 }
 
 bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome) {
@@ -224,9 +196,11 @@ bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, O
 bool ExpertLayers::compute_one(const ExpertLayerView& layer, const Indices& found) {
     std::vector<const ExpertView*> experts;
     Indices ranks;
+    const std::vector<int32_t>& computed = versions();
     for (const int64_t index : found) {
-        experts.push_back(layer.experts[static_cast<size_t>(index - layer.first_expert)]);
-        ranks.push_back(rank_of(layer, index));
+        const int64_t version = version_of(layer, index);
+        experts.push_back(layer.experts[static_cast<size_t>(version)]);
+        ranks.push_back(std::find(computed.begin(), computed.end(), static_cast<int32_t>(version)) - computed.begin());
     }
     const int64_t count = static_cast<int64_t>(experts.size());
     return experts_of_token(experts.data(), count, normed_.data(), ranks.data(), parts_.data());
@@ -236,7 +210,7 @@ bool ExpertLayers::compute_many(const ExpertLayerView& layer, const Indices& fou
     std::vector<const ExpertView*> experts;
     std::vector<ExpertCall> calls;
     for (const int64_t index : found) {
-        const size_t expert = static_cast<size_t>(index - layer.first_expert), first = static_cast<size_t>(starts_[expert]);
+        const size_t expert = static_cast<size_t>(version_of(layer, index)), first = static_cast<size_t>(starts_[expert]);
         experts.push_back(layer.experts[expert]);
         calls.push_back({normed_.data(), token_rows_.data() + first, part_rows_.data() + first,
                          starts_[expert + 1] - starts_[expert], parts_.data()});
@@ -253,7 +227,7 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
     Indices token_rows, part_rows;
     for (int64_t t = 0; t < rows_.tokens; ++t) {
         token_rows.push_back(t);
-        part_rows.push_back(t * ranks + layer.top_k);
+        part_rows.push_back(t * ranks + top_k_);
     }
     const float* const input = shared_input(layer);
     const ExpertCall call{input, token_rows.data(), part_rows.data(), rows_.tokens, parts_.data()};
@@ -285,18 +259,17 @@ bool ExpertLayers::compute_hits(const ExpertLayerView& layer, Indices& hits, con
 
 // Compute everything that needs no read, while reads run. If the layer misses, its hits come before looking ahead, because
 // prefetch reads would wait for the missing experts anyway. The shared expert comes last, before the first wait.
-bool ExpertLayers::compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome) {
+ExpertLayers::End ExpertLayers::compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses,
+                                                Outcome& outcome) {
     const bool looks_behind_hits = !hits.empty() && !misses.empty();
-    if (!looks_behind_hits && !look_ahead(layer)) {
-        return false;
+    End end = looks_behind_hits ? End::kDone : look_ahead(layer, outcome);
+    if (end == End::kDone && !compute_hits(layer, hits, misses, outcome)) {
+        end = End::kNoMemory;
     }
-    if (!compute_hits(layer, hits, misses, outcome)) {
-        return false;
+    if (end == End::kDone && looks_behind_hits) {
+        end = look_ahead(layer, outcome);
     }
-    if (looks_behind_hits && !look_ahead(layer)) {
-        return false;
-    }
-    return compute_shared(layer, outcome);
+    return end == End::kDone && !compute_shared(layer, outcome) ? End::kNoMemory : end;
 }
 
 ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, Indices& remaining,
@@ -331,8 +304,8 @@ void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
     if (layer.shared != nullptr) {
         std::vector<float> all;
         for (int64_t t = 0; t < rows_.tokens; ++t) {
-            const float* const own = weights_.data() + t * layer.top_k;
-            all.insert(all.end(), own, own + layer.top_k);
+            const float* const own = weights_.data() + t * top_k_;
+            all.insert(all.end(), own, own + top_k_);
             all.push_back(shared_weights_[static_cast<size_t>(t)]);
         }
         weights_.swap(all);
@@ -358,12 +331,12 @@ void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
 void ExpertLayers::sum_branches(const ExpertLayerView& layer) {
     const int64_t ranks = ranks_of(layer);
     for (int64_t t = 0; t < rows_.tokens; ++t) {
-        weights_[static_cast<size_t>(t * ranks + layer.top_k)] = 0.0f;
+        weights_[static_cast<size_t>(t * ranks + top_k_)] = 0.0f;
     }
     combine(parts_.data(), weights_.data(), rows_.tokens, ranks, size_, sum_.data());
     rms_norm(sum_.data(), layer.routed_after_norm, layer.norm_eps, rows_.tokens, size_, sum_.data());
     for (int64_t t = 0; t < rows_.tokens; ++t) {
-        float* const part = parts_.data() + (t * ranks + layer.top_k) * size_;
+        float* const part = parts_.data() + (t * ranks + top_k_) * size_;
         rms_norm(part, layer.shared_after_norm, layer.norm_eps, 1, size_, part);
         for (int64_t i = 0; i < size_; ++i) {
             sum_[static_cast<size_t>(t * size_ + i)] += part[i];
@@ -374,6 +347,7 @@ void ExpertLayers::sum_branches(const ExpertLayerView& layer) {
 ExpertLayers::Outcome ExpertLayers::run(size_t at, const PassRows& rows, const std::function<bool()>& is_interrupted) {
     const ExpertLayerView& layer = layers_[at];
     rows_ = rows;
+    top_k_ = choice_ == nullptr ? layer.top_k : choice_->top_k(layer.top_k);
     Outcome outcome;
     const auto ended = [&outcome](End end) {
         outcome.end = end;
@@ -387,24 +361,28 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, const PassRows& rows, const s
         return ended(End::kNoMemory);
     }
     parts_.resize(static_cast<size_t>(rows_.tokens * ranks_of(layer) * size_));
+    if (!select(layer)) {
+        return ended(End::kNoMemory);
+    }
     outcome.dense_ns = now_ns() - started_ns;
     if (paths_.num_experts > 0) {
         chosen_of_[at] = chosen;
     }
-    const Indices requested = group(layer);
-    count_predicted(layer, requested, outcome);
-    if (has_one()) {
-        thresholds_.observe(layer.layer, chosen.data(), layer.top_k);
+    requested_ = group(layer);
+    count_predicted(outcome);
+    if (has_one() && !is_again()) {
+        thresholds_.observe(layer.layer, chosen.data(), top_k_);
     }
 
     Leases leases(reads_);
-    if (!reads_.request_and_queue(layer.layer, requested, leases.hits, leases.misses)) {  // reads start before the hits compute
+    if (!reads_.request_and_queue(layer.layer, requested_, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
-    if (!compute_present(layer, leases.hits, leases.misses, outcome)) {
-        return ended(End::kNoMemory);
+    End end = compute_present(layer, leases.hits, leases.misses, outcome);
+    if (end != End::kDone) {
+        return ended(end);
     }
-    const End end = compute_missing(layer, leases.misses, is_interrupted, outcome);
+    end = compute_missing(layer, leases.misses, is_interrupted, outcome);
     if (end != End::kDone) {
         return ended(end);
     }

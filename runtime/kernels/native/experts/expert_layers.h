@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "experts/expert_cache.h"
+#include "experts/layer_routing.h"
+#include "experts/lossy_choice.h"
 #include "operations/operations.h"
 
 namespace moec {
@@ -53,7 +55,7 @@ class LearnedThresholds {
 
     explicit LearnedThresholds(const ThresholdRules& rules) : rules_(rules) {}
 
-    double threshold(int64_t running, int64_t layer, int64_t rank) const;
+    double threshold(int64_t running, int64_t layer) const;
     Experts likely(int64_t running, int64_t layer, int64_t rank, const Ranked& ranked, int64_t top_k);
     void observe(int64_t layer, const int32_t* chosen, int64_t count);
     void forget_guesses() { guesses_.clear(); }
@@ -70,13 +72,20 @@ class LearnedThresholds {
     std::map<int64_t, std::vector<Guess>> guesses_;          // by predicted layer
 };
 
+// How many experts of a later layer are read ahead.
+// advised: for one token; -1: as many as learned thresholds say. predicted: the most that count as a prediction.
+// advised_each: for each of several tokens.
+struct AheadCounts {
+    int64_t top_k, advised, predicted, advised_each;
+};
+
 // A later layer, whose experts are predicted while this one runs.
 // rank: 1 for the next layer that routes, 2 for the one after it.
 // A router or earlier layers predict its experts. Without both, and if the paths of a token are unknown, `known` does.
-// advised: experts to read ahead for one token; -1: as many as learned thresholds say. predicted: the most that count as a
-// prediction. advised_each: experts to read ahead for each of several tokens.
+// counts: of a pass of its own, of the little model, and of a pass that is computed again; or of the first alone.
 struct LayerAhead {
-    int64_t rank, layer, first_expert, top_k, num_experts, advised, predicted, advised_each;
+    int64_t rank, layer, first_expert, num_experts;
+    std::vector<AheadCounts> counts;
     bool stops_at_miss;   // if one of them has to be read, nothing is advised for later layers
     NormedRouter router;  // no matrix: no router predicts
     PathSource path;      // last -1: no path predicts
@@ -106,16 +115,12 @@ struct ExpertLayerView {
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
     const float* router_bias;  // [E]; may be null
-    const RoutingRule* rule;   // null: softmax over the experts that are not left out
+    LayerRouting routing;
     const ExpertView* shared;         // computed for every token; may be null
     const MatrixView* shared_router;  // [1, D], the sigmoid of its logit weighs the shared expert; null: its weight is 1
     int64_t layer, first_expert, top_k;
-    bool renormalizes;
-    float weight_scale, residual_scale, stream_scale;
-    const float* expert_scales;              // [E], factors of the weights; may be null
-    std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen
-    bool has_left_out;
-    std::vector<uint8_t> left_out;           // [E]; 1 where `experts` is null
+    float residual_scale, stream_scale;
+    std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen. Low versions follow, [E] or none
     std::vector<LayerAhead> ahead;           // nearest first; empty: nothing is prefetched
 };
 
@@ -132,16 +137,22 @@ class ExpertLayers {
     };
 
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
-    // paths: what `LayerAhead::path` refers to.
+    // paths: what `LayerAhead::path` refers to. lossy: null if no mode decides.
     ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                 const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits);
+                 const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits, LossyChoice* lossy);
 
     // hidden += the weighted sums of the layer's experts. `is_interrupted` is called during waits.
     Outcome run(size_t at, const PassRows& rows, const std::function<bool()>& is_interrupted);
     // Forget predictions that will not be compared with a choice, because another pass comes first.
     void forget_guesses() { thresholds_.forget_guesses(); }
-    // Call before each pass.
-    void begin_pass() { has_predicted_ = false; }
+    // Call before each pass. is_lossy: whether lossy modes decide in it, as their own `begin_pass` was told.
+    void begin_pass(bool is_lossy) {
+        has_predicted_ = false;
+        choice_ = is_lossy ? lossy_ : nullptr;
+        if (is_again()) {
+            forget_guesses();  // thresholds learn nothing from it
+        }
+    }
     // Call after each pass. Memory for several tokens is freed: between passes the expert cache uses it.
     void end_pass();
 
@@ -150,35 +161,37 @@ class ExpertLayers {
     int64_t size() const { return size_; }
 
     // Results of the layer that ran last.
-    std::vector<int32_t> chosen;        // [T, K]
+    std::vector<int32_t> chosen;        // [T, K], by the router
     std::vector<float> logits, shares;  // [T, E]; for one token [M, E], softmax of the routers of later layers
     std::vector<double> path_shares;    // [E], or empty if no path is known
     Indices advice;
 
   private:
     bool route(const ExpertLayerView& layer);
-    bool choose(const ExpertLayerView& layer);
     bool weigh_shared(const ExpertLayerView& layer);
-    const float* logits_among_kept(const ExpertLayerView& layer);
-    void replace_left_out(const ExpertLayerView& layer, const float* kept, int32_t* chosen_of_token) const;
+    bool select(const ExpertLayerView& layer);
     Indices group(const ExpertLayerView& layer);
-    void count_predicted(const ExpertLayerView& layer, const Indices& requested, Outcome& outcome);
-    bool look_ahead(const ExpertLayerView& layer);
+    void count_predicted(Outcome& outcome);
+    End look_ahead(const ExpertLayerView& layer, Outcome& outcome);
     bool look_ahead_of_one(const ExpertLayerView& layer);
     bool look_ahead_of_many(const ExpertLayerView& layer);
+    bool look_ahead_again(const ExpertLayerView& layer);
     Ranked predict(const LayerAhead& ahead, const float*& row, int64_t width);
-    bool predict_many(const LayerAhead& ahead, int64_t count, Indices& experts);
+    bool predict_many(const LayerAhead& ahead, int64_t count, Indices& experts, std::vector<float>& least);
     bool add_path_scores(const LayerAhead& ahead, std::vector<double>& total);
+    bool foresee(const LayerAhead& ahead, const float* predicted, std::vector<float>& least) const;
     int64_t advised_to_many(const ExpertLayerView& layer, const LayerAhead& ahead) const;
     Indices advised(const ExpertLayerView& layer, const LayerAhead& ahead, const Ranked& best);
-    void take_advice(const LayerAhead& ahead, const Indices& experts);
-    bool is_held(const LayerAhead& ahead, const Indices& experts);
+    Indices stored_for_one(const LayerAhead& ahead, const Indices& experts, const Ranked& best, bool is_float) const;
+    Indices stored_for_many(const LayerAhead& ahead, const Indices& experts, const std::vector<float>& least) const;
+    bool take_advice(const LayerAhead& ahead, const Indices& experts, const Indices& stored);
+    bool is_held(const Indices& stored);
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_one(const ExpertLayerView& layer, const Indices& found);
     bool compute_many(const ExpertLayerView& layer, const Indices& found);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
     bool compute_hits(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome);
-    bool compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome);
+    End compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome);
     End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
                         Outcome& outcome);
     void add_outputs(const ExpertLayerView& layer);
@@ -187,9 +200,12 @@ class ExpertLayers {
     const float* shared_input(const ExpertLayerView& layer) const {
         return layer.shared_norm == nullptr ? normed_.data() : shared_input_.data();
     }
-    int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
-    int64_t ranks_of(const ExpertLayerView& layer) const { return layer.top_k + (layer.shared != nullptr); }
+    int64_t version_of(const ExpertLayerView& layer, int64_t index) const;
+    int64_t ranks_of(const ExpertLayerView& layer) const { return top_k_ + (layer.shared != nullptr); }
     bool has_one() const { return rows_.tokens == 1; }
+    bool is_again() const { return choice_ != nullptr && choice_->kind() == PassKind::kAgain; }
+    const std::vector<int32_t>& versions() const { return choice_ == nullptr ? chosen : versions_; }
+    const AheadCounts& counts_of(const LayerAhead& ahead) const;
 
     ExpertCache& reads_;
     std::vector<ExpertLayerView> layers_;
@@ -198,7 +214,12 @@ class ExpertLayers {
     LearnedThresholds thresholds_;
     PathTables paths_;
     PassLimits limits_;
+    LossyChoice* lossy_;
+    LossyChoice* choice_ = nullptr;                // of the pass that runs; null: the router's choice is computed
     PassRows rows_{nullptr, 0, 0};                 // of the layer that runs
+    int64_t top_k_ = 0;                            // of the layer and the pass that run
+    Indices requested_;                            // stored experts of the layer that runs
+    std::vector<int32_t> versions_;                // [T, K], under lossy modes
     std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;

@@ -124,18 +124,21 @@ bool path_scores(const PathTables& tables, int64_t following, const PathSource& 
 
 }  // namespace
 
-double LearnedThresholds::threshold(int64_t running, int64_t layer, int64_t rank) const {
+double LearnedThresholds::threshold(int64_t running, int64_t layer) const {
     const auto found = thresholds_.find({running, layer});
-    return found != thresholds_.end() ? found->second : rules_.first * static_cast<double>(rank);
+    return found != thresholds_.end() ? found->second : 0.0;
 }
 
 LearnedThresholds::Experts LearnedThresholds::likely(int64_t running, int64_t layer, int64_t rank,
                                                      const Ranked& ranked, int64_t top_k) {
     const std::vector<double>& scores = ranked.scores;
     const int64_t found = static_cast<int64_t>(scores.size()), known = std::min(found, top_k);
-    const double own = threshold(running, layer, rank);
-    const double least =
-        found > top_k ? std::max(scores[static_cast<size_t>(top_k)], scores[0] * rules_.floor) * std::exp(own) : 0.0;
+    const double next_best = found > top_k ? std::max(scores[static_cast<size_t>(top_k)], scores[0] * rules_.floor) : 0.0;
+    if (next_best > 0 && thresholds_.find({running, layer}) == thresholds_.end()) {
+        const double first = rules_.first * static_cast<double>(rank) * std::log(scores[0] / next_best);
+        thresholds_[{running, layer}] = std::min(std::max(first, rules_.least), rules_.most);
+    }
+    const double own = threshold(running, layer), least = next_best * std::exp(own);
     const int64_t count =
         std::count_if(scores.begin(), scores.begin() + known, [least](double score) { return score >= least && score > 0; });
     const auto begin = ranked.experts.begin();
@@ -161,10 +164,11 @@ void LearnedThresholds::observe(int64_t layer, const int32_t* chosen, int64_t co
 
 // The best experts of a later layer. row: shares of the next router, [width]; moved on if they are used.
 Ranked ExpertLayers::predict(const LayerAhead& ahead, const float*& row, int64_t width) {
+    const AheadCounts& counts = counts_of(ahead);
     if (ahead.router.matrix != nullptr) {
         const float* const own = row;
         row += width;
-        return ranked(own, width, std::max(ahead.top_k + 1, ahead.advised));
+        return ranked(own, width, std::max(counts.top_k + 1, counts.advised));
     }
     if (ahead.path.last < 0) {
         return ahead.known;
@@ -176,32 +180,69 @@ Ranked ExpertLayers::predict(const LayerAhead& ahead, const float*& row, int64_t
         path_shares.clear();
         return ahead.known;
     }
-    return ranked(path_shares.data(), ahead.num_experts, std::max(ahead.top_k + 1, ahead.advised));
+    return ranked(path_shares.data(), ahead.num_experts, std::max(counts.top_k + 1, counts.advised));
 }
 
 // The experts of a later layer that are worth reading ahead, likeliest first.
 ExpertLayers::Indices ExpertLayers::advised(const ExpertLayerView& layer, const LayerAhead& ahead, const Ranked& best) {
-    if (ahead.advised < 0) {
-        return thresholds_.likely(layer.layer, ahead.layer, ahead.rank, best, ahead.top_k);
+    const AheadCounts& counts = counts_of(ahead);
+    if (counts.advised < 0) {
+        return thresholds_.likely(layer.layer, ahead.layer, ahead.rank, best, counts.top_k);
     }
-    const int64_t count = std::min(ahead.advised, static_cast<int64_t>(best.experts.size()));
+    const int64_t count = std::min(counts.advised, static_cast<int64_t>(best.experts.size()));
     return Indices(best.experts.begin(), best.experts.begin() + count);
 }
 
-bool ExpertLayers::is_held(const LayerAhead& ahead, const Indices& experts) {
-    return std::all_of(experts.begin(), experts.end(),
-                       [&](int64_t expert) { return reads_.is_held(ahead.first_expert + expert); });
+// Whether no expert has to be read. Where lossy modes decide by a logical cache, it says so: advice must not depend on when
+// a read ends either.
+bool ExpertLayers::is_held(const Indices& stored) {
+    const LogicalCache* const logical = choice_ == nullptr ? nullptr : choice_->cache();
+    return std::all_of(stored.begin(), stored.end(), [&](int64_t index) {
+        return logical == nullptr ? reads_.is_held(index) : logical->is_resident(index);
+    });
 }
 
-void ExpertLayers::take_advice(const LayerAhead& ahead, const Indices& experts) {
-    for (const int64_t expert : experts) {
-        advice.push_back(ahead.first_expert + expert);
-    }
+// Advises stored experts. Returns false if layers further ahead get no advice.
+bool ExpertLayers::take_advice(const LayerAhead& ahead, const Indices& experts, const Indices& stored) {
+    advice.insert(advice.end(), stored.begin(), stored.end());
     if (ahead.rank == 1) {
         predicted_ = experts;
-        predicted_.resize(std::min(experts.size(), static_cast<size_t>(ahead.predicted)));
+        predicted_.resize(std::min(experts.size(), static_cast<size_t>(counts_of(ahead).predicted)));
         has_predicted_ = true;
     }
+    return !ahead.stops_at_miss || is_held(stored);
+}
+
+const AheadCounts& ExpertLayers::counts_of(const LayerAhead& ahead) const {
+    const size_t kind = choice_ == nullptr ? 0 : choice_->kind() == PassKind::kLittle ? 1 : is_again() ? 2 : 0;
+    return ahead.counts[kind];
+}
+
+// The stored experts of predicted ones, for one token. is_float: the scores are of float32, and so is their sum.
+ExpertLayers::Indices ExpertLayers::stored_for_one(const LayerAhead& ahead, const Indices& experts, const Ranked& best,
+                                                   bool is_float) const {
+    if (choice_ == nullptr) {
+        return stored_for_many(ahead, experts, {});
+    }
+    const size_t count = std::min(best.scores.size(), static_cast<size_t>(counts_of(ahead).top_k));
+    std::vector<double> rising(best.scores.begin(), best.scores.begin() + static_cast<int64_t>(count));
+    std::reverse(rising.begin(), rising.end());
+    const std::vector<float> floats(rising.begin(), rising.end());
+    const double total = is_float ? numpy_sum(floats.data(), static_cast<int64_t>(count))
+                                  : numpy_sum(rising.data(), static_cast<int64_t>(count));
+    return choice_->advised(ahead.first_expert, ahead.num_experts, experts, best.scores, total);
+}
+
+ExpertLayers::Indices ExpertLayers::stored_for_many(const LayerAhead& ahead, const Indices& experts,
+                                                    const std::vector<float>& least) const {
+    if (choice_ != nullptr) {
+        return choice_->advised_to_many(ahead.first_expert, ahead.num_experts, experts, least);
+    }
+    Indices stored = experts;
+    for (int64_t& index : stored) {
+        index += ahead.first_expert;
+    }
+    return stored;
 }
 
 bool ExpertLayers::look_ahead_of_one(const ExpertLayerView& layer) {
@@ -219,13 +260,59 @@ bool ExpertLayers::look_ahead_of_one(const ExpertLayerView& layer) {
     }
     const float* row = shares.data();
     for (const LayerAhead& ahead : layer.ahead) {
+        if (counts_of(ahead).advised == 0) {
+            row += ahead.router.matrix == nullptr ? 0 : width;
+            continue;
+        }
         const Ranked best = predict(ahead, row, static_cast<int64_t>(width));
         const Indices likely = advised(layer, ahead, best);
-        take_advice(ahead, likely);
-        if (ahead.stops_at_miss && !is_held(ahead, likely)) {
+        if (!take_advice(ahead, likely, stored_for_one(ahead, likely, best, ahead.router.matrix != nullptr))) {
             break;
         }
     }
+    return true;
+}
+
+// The layers of a pass that is computed again, as the discarded pass routed them.
+bool ExpertLayers::look_ahead_again(const ExpertLayerView& layer) {
+    for (const LayerAhead& ahead : layer.ahead) {
+        const AheadCounts& counts = counts_of(ahead);
+        const float* const foretold = ahead.layer > layer.layer ? choice_->foretold(ahead.layer) : nullptr;
+        const bool is_near = ahead.rank == 1 || has_one() ||
+                             rows_.tokens * counts.top_k >= limits_.choices_for_all * ahead.num_experts;
+        const int64_t count = rows_.tokens * counts.advised_each;
+        if (foretold == nullptr || !is_near || count == 0) {
+            continue;
+        }
+        std::vector<float> demand(static_cast<size_t>(ahead.num_experts), 0.0f), least;
+        layers_[static_cast<size_t>(ahead.layer)].routing.add_demand(foretold, rows_.tokens, demand);
+        const Ranked best = ranked(demand.data(), ahead.num_experts, std::max(counts.top_k, count));
+        const int64_t taken = std::min(count, static_cast<int64_t>(best.experts.size()));
+        const Indices experts(best.experts.begin(), best.experts.begin() + taken);
+        if (!has_one() && !foresee(ahead, foretold, least)) {
+            return false;
+        }
+        if (!take_advice(ahead, experts,
+                         has_one() ? stored_for_one(ahead, experts, best, true) : stored_for_many(ahead, experts, least))) {
+            break;
+        }
+    }
+    return true;
+}
+
+// The least unimportance that predicted logits [T, E] give the experts of a later layer, if lossy modes read it.
+bool ExpertLayers::foresee(const LayerAhead& ahead, const float* predicted, std::vector<float>& least) const {
+    if (choice_ == nullptr || !choice_->reads_unimportance()) {
+        return true;
+    }
+    const int64_t top_k = counts_of(ahead).top_k;
+    std::vector<int32_t> likely(static_cast<size_t>(rows_.tokens * top_k));
+    std::vector<float> weights(likely.size());
+    const LayerRouting& routing = layers_[static_cast<size_t>(ahead.layer)].routing;
+    if (!routing.choose(predicted, rows_.tokens, top_k, likely.data(), weights.data())) {
+        return false;
+    }
+    least = least_unimportance(likely.data(), weights.data(), rows_.tokens, top_k, ahead.num_experts);
     return true;
 }
 
@@ -233,22 +320,26 @@ bool ExpertLayers::look_ahead_of_one(const ExpertLayerView& layer) {
 // sequence, the next pass has one token. Of that token only popularity is known, which learned thresholds do not take.
 int64_t ExpertLayers::advised_to_many(const ExpertLayerView& layer, const LayerAhead& ahead) const {
     const bool is_of_next_pass = ahead.layer <= layer.layer;
-    if (ahead.rank > 1 && rows_.tokens * ahead.top_k < limits_.choices_for_all * ahead.num_experts) {
+    const AheadCounts& counts = counts_of(ahead);
+    if (ahead.rank > 1 && rows_.tokens * counts.top_k < limits_.choices_for_all * ahead.num_experts) {
         return 0;
     }
     if (is_of_next_pass && rows_.sequences == 1 && rows_.tokens < limits_.most_tokens) {
-        return ahead.advised < 0 ? 0 : ahead.advised_each;
+        return counts.advised < 0 ? 0 : counts.advised_each;
     }
-    return rows_.tokens * ahead.advised_each;
+    return rows_.tokens * counts.advised_each;
 }
 
 // The best experts of a later layer for all tokens together, at most `count`. Returns false without memory.
-bool ExpertLayers::predict_many(const LayerAhead& ahead, int64_t count, Indices& experts) {
+bool ExpertLayers::predict_many(const LayerAhead& ahead, int64_t count, Indices& experts, std::vector<float>& least) {
     if (ahead.router.matrix != nullptr) {
-        std::vector<float> demand(static_cast<size_t>(ahead.router.matrix->rows));
-        if (!router_demand(ahead.router, ahead_eps_, rows_.hidden, rows_.tokens, demand.data())) {
+        const size_t width = static_cast<size_t>(ahead.router.matrix->rows);
+        std::vector<float> demand(width), predicted(static_cast<size_t>(rows_.tokens) * width);
+        if (!router_logits(ahead.router, ahead_eps_, rows_.hidden, rows_.tokens, predicted.data()) ||
+            !foresee(ahead, predicted.data(), least)) {
             return false;
         }
+        router_demand(ahead.router, predicted.data(), rows_.tokens, demand.data());
         experts = largest(demand.data(), ahead.router.matrix->rows, count);
         return true;
     }
@@ -291,25 +382,31 @@ bool ExpertLayers::look_ahead_of_many(const ExpertLayerView& layer) {
             continue;
         }
         Indices experts;
-        if (!predict_many(ahead, count, experts)) {
+        std::vector<float> least;
+        if (!predict_many(ahead, count, experts, least)) {
             return false;
         }
-        take_advice(ahead, experts);
-        if (ahead.stops_at_miss && !is_held(ahead, experts)) {
+        if (!take_advice(ahead, experts, stored_for_many(ahead, experts, least))) {
             break;
         }
     }
     return true;
 }
 
-bool ExpertLayers::look_ahead(const ExpertLayerView& layer) {
-    if (!(has_one() ? look_ahead_of_one(layer) : look_ahead_of_many(layer))) {
-        return false;
+ExpertLayers::End ExpertLayers::look_ahead(const ExpertLayerView& layer, Outcome& outcome) {
+    const bool has_memory = is_again()  ? look_ahead_again(layer)
+                            : has_one() ? look_ahead_of_one(layer)
+                                        : look_ahead_of_many(layer);
+    if (!has_memory) {
+        return End::kNoMemory;
+    }
+    if (choice_ != nullptr) {
+        outcome.expert = choice_->requested(layer.layer, requested_, advice);
     }
     if (!advice.empty()) {  // without new advice the older advice stays
         reads_.prefetch(advice);
     }
-    return true;
+    return outcome.expert < 0 ? End::kDone : End::kTooLarge;
 }
 
 }  // namespace moec

@@ -12,22 +12,12 @@
 
 namespace moec {
 
-// In place: logits of one token to the scores of a prediction.
-static void predicted_scores(const NormedRouter& router, float* row, int64_t experts) {
+static void scores_of(const NormedRouter& router, float* row, int64_t experts) {
     if (router.rule == nullptr) {
         softmax(row, experts);
-        return;
+    } else {
+        predicted_scores(*router.rule, row, experts);
     }
-    std::vector<uint8_t> left_out(static_cast<size_t>(experts));
-    std::transform(row, row + experts, left_out.begin(), [](float logit) { return std::isinf(logit) && logit < 0; });
-    if (router.rule->corrects_logits) {
-        rank_experts(*router.rule, row, experts, left_out.data());
-        sigmoid(row, experts);
-        return;
-    }
-    expert_scores(*router.rule, row, experts);
-    rank_experts(*router.rule, row, experts, left_out.data());
-    std::transform(row, row + experts, row, [](float score) { return score < 0 ? 0.0f : score; });
 }
 
 void add_bias(float* logits, const float* bias, int64_t experts) {
@@ -61,37 +51,41 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
     }
     for (int64_t i = 0; i < count; ++i) {
         add_bias(rows[i], routers[i].bias, experts);
-        predicted_scores(routers[i], rows[i], experts);
+        scores_of(routers[i], rows[i], experts);
     }
     return true;
 }
 
-bool router_demand(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* out) {
+bool router_logits(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* logits) {
     const int64_t size = router.matrix->columns, experts = router.matrix->rows;
-    std::unique_ptr<float[]> memory(new (std::nothrow) float[static_cast<size_t>(tokens * (size + experts))]);
-    if (memory == nullptr) {
+    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(tokens * size)]);
+    if (normed == nullptr) {
         return false;
     }
-    float* const normed = memory.get();
-    float* const rows = normed + tokens * size;
     if (router.norm_bias == nullptr) {
-        rms_norm(x, router.norm, eps, tokens, size, normed);
+        rms_norm(x, router.norm, eps, tokens, size, normed.get());
     } else {
-        layer_norm(x, router.norm, router.norm_bias, eps, tokens, size, normed);
+        layer_norm(x, router.norm, router.norm_bias, eps, tokens, size, normed.get());
     }
-    if (!linears(&router.matrix, 1, normed, tokens, &rows)) {
+    if (!linears(&router.matrix, 1, normed.get(), tokens, &logits)) {
         return false;
     }
+    for (int64_t t = 0; t < tokens; ++t) {
+        add_bias(logits + t * experts, router.bias, experts);
+    }
+    return true;
+}
+
+void router_demand(const NormedRouter& router, float* logits, int64_t tokens, float* out) {
+    const int64_t experts = router.matrix->rows;
     std::fill(out, out + experts, 0.0f);
     for (int64_t t = 0; t < tokens; ++t) {
-        float* const row = rows + t * experts;
-        add_bias(row, router.bias, experts);
-        predicted_scores(router, row, experts);
+        float* const row = logits + t * experts;
+        scores_of(router, row, experts);
         for (int64_t e = 0; e < experts; ++e) {
             out[e] += row[e];
         }
     }
-    return true;
 }
 
 template <class Float>

@@ -67,12 +67,18 @@ struct RoutingRule {
 void softmax(float* row, int64_t size);
 void sigmoid(float* x, int64_t size);
 void softplus(float* x, int64_t size);
+// The sum in the order of numpy, in which the first bundles were tested: eight sums side by side, of at most 128 values.
+float numpy_sum(const float* x, int64_t size);
+double numpy_sum(const double* x, int64_t size);
 // In place: logits of one token to scores, [E].
 void expert_scores(const RoutingRule& rule, float* logits, int64_t experts);
 // In place: scores of one token to those that decide the choice, -inf for none. left_out: [E], not 0 for experts that are
 // never chosen; may be null.
 void rank_experts(const RoutingRule& rule, float* scores, int64_t experts, const uint8_t* left_out);
 void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t tokens, const uint8_t* left_out);
+
+// In place: logits of one token to scores that rank predictions, [E]. An expert that is left out has the logit -inf.
+void predicted_scores(const RoutingRule& rule, float* logits, int64_t experts);
 
 // Adds the bias of a router to its logits, [E]; bias may be null.
 void add_bias(float* logits, const float* bias, int64_t experts);
@@ -87,8 +93,10 @@ struct NormedRouter {
 // out[i] = scores of norm(x) W_i^T + bias_i for one token, rows of E. At most kMaxMatrices routers of equal D and E. Scores are
 // softmax shares, or by the router's rule what decides the choice, at least 0.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
-// out[e] = sum over the tokens, in order, of these scores, for one router. x: [T, D]; out: [E].
-bool router_demand(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* out);
+// logits = norm(x) W^T + bias of one router. x: [T, D]; logits: [T, E].
+bool router_logits(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* logits);
+// out[e] = sum over the tokens, in order, of the scores of these logits, which are overwritten. out: [E].
+void router_demand(const NormedRouter& router, float* logits, int64_t tokens, float* out);
 // Indices of the `count` largest values, largest first. Equal values: the lowest index first. NaN comes last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);
 std::vector<int64_t> largest(const double* values, int64_t size, int64_t count);

@@ -18,29 +18,6 @@ void exponentials(float* x, int64_t size) {
     active_kernels().exp(x, size, x);
 }
 
-// The sum in the order of numpy, in which the first bundles were tested: eight sums side by side, of at most 128 values.
-float numpy_sum(const float* x, int64_t size) {
-    constexpr int64_t kSums = 8, kAtOnce = 128;
-    if (size > kAtOnce) {
-        const int64_t first = size / 2 - size / 2 % kSums;
-        return numpy_sum(x, first) + numpy_sum(x + first, size - first);
-    }
-    const int64_t whole = size < kSums ? 0 : size - size % kSums;
-    float total = 0.0f;
-    if (whole > 0) {
-        float sums[kSums];
-        std::copy(x, x + kSums, sums);
-        for (int64_t i = kSums; i < whole; ++i) {
-            sums[i % kSums] += x[i];
-        }
-        total = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-    }
-    for (int64_t i = whole; i < size; ++i) {
-        total += x[i];
-    }
-    return total;
-}
-
 // The value of a group: the sum of its best two scores, or its best one. NaN if one is NaN.
 float group_value(const float* scores, int64_t size, bool by_best_two) {
     float best = kNever, second = kNever;
@@ -110,6 +87,37 @@ void sparsemixer(const float* logits, float margin, const RouteCall& call, int64
 
 }  // namespace
 
+template <class Float>
+static Float numpy_sum_of(const Float* x, int64_t size) {
+    constexpr int64_t kSums = 8, kAtOnce = 128;
+    if (size > kAtOnce) {
+        const int64_t first = size / 2 - size / 2 % kSums;
+        return numpy_sum_of(x, first) + numpy_sum_of(x + first, size - first);
+    }
+    const int64_t whole = size < kSums ? 0 : size - size % kSums;
+    Float total = 0;
+    if (whole > 0) {
+        Float sums[kSums];
+        std::copy(x, x + kSums, sums);
+        for (int64_t i = kSums; i < whole; ++i) {
+            sums[i % kSums] += x[i];
+        }
+        total = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    }
+    for (int64_t i = whole; i < size; ++i) {
+        total += x[i];
+    }
+    return total;
+}
+
+float numpy_sum(const float* x, int64_t size) {
+    return numpy_sum_of(x, size);
+}
+
+double numpy_sum(const double* x, int64_t size) {
+    return numpy_sum_of(x, size);
+}
+
 void softmax(float* row, int64_t size) {
     exponentiate(row, size);
     float total = 0.0f;
@@ -158,6 +166,19 @@ void rank_experts(const RoutingRule& rule, float* scores, int64_t experts, const
     if (rule.groups > 1) {
         leave_other_groups(rule, scores, experts);
     }
+}
+
+void predicted_scores(const RoutingRule& rule, float* logits, int64_t experts) {
+    std::vector<uint8_t> left_out(static_cast<size_t>(experts));
+    std::transform(logits, logits + experts, left_out.begin(), [](float logit) { return std::isinf(logit) && logit < 0; });
+    if (rule.corrects_logits) {
+        rank_experts(rule, logits, experts, left_out.data());
+        sigmoid(logits, experts);
+        return;
+    }
+    expert_scores(rule, logits, experts);
+    rank_experts(rule, logits, experts, left_out.data());
+    std::transform(logits, logits + experts, logits, [](float score) { return score < 0 ? 0.0f : score; });
 }
 
 void route_by_rule(const RoutingRule& rule, const RouteCall& call, int64_t tokens, const uint8_t* left_out) {

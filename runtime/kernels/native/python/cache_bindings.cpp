@@ -11,6 +11,7 @@
 
 #include "python/arguments.h"
 #include "python/bound_cache.h"
+#include "experts/logical_cache.h"
 #include "experts/mapped_faults.h"
 
 namespace moec {
@@ -97,6 +98,39 @@ int64_t bind_first_changed(nb::handle files) {
     return first_changed(states.data<const MappedFileState>(), states.size(0));
 }
 
+// A logical cache; its sizes, layers and heat are of each expert.
+void make_logical(LogicalCache* self, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<double> heat,
+                  double half_life, Eviction eviction, int64_t capacity_bytes, int64_t pin_limit_bytes, int64_t max_run_bytes) {
+    if (layers.size() != sizes.size() || heat.size() != sizes.size()) {
+        refuse("layers, heat: expected one per expert");
+    }
+    ResidencyFacts facts{};
+    facts.next_in_file.assign(sizes.size(), -1);
+    facts.sizes = std::move(sizes);
+    facts.layer_of = std::move(layers);
+    facts.readers = 1;
+    facts.max_run_bytes = max_run_bytes;
+    facts.half_life = half_life;
+    std::move(eviction).give_to(facts);
+    new (self) LogicalCache(std::move(facts), std::move(heat), capacity_bytes, pin_limit_bytes);
+}
+
+const Indices& checked_of(const LogicalCache& cache, const Indices& indices) {
+    for (const int64_t index : indices) {
+        if (index < 0 || index >= cache.count()) {
+            refuse("expected experts below " + std::to_string(cache.count()) + ", found " + std::to_string(index));
+        }
+    }
+    return indices;
+}
+
+int64_t bind_serve_logical(LogicalCache& cache, int64_t layer, const Indices& experts, const Indices& ahead) {
+    if (layer < 0 || layer >= cache.num_layers()) {
+        refuse("layer: expected one below " + std::to_string(cache.num_layers()) + ", found " + std::to_string(layer));
+    }
+    return cache.serve(layer, checked_of(cache, experts), checked_of(cache, ahead));
+}
+
 Indices list_of(const std::deque<int64_t>& queue) {
     return Indices(queue.begin(), queue.end());
 }
@@ -117,6 +151,19 @@ void bind_cache(nb::module_& module) {
                 new (self) Eviction{std::move(policy), std::move(weights), std::move(frequency), std::move(high), num_layers};
             },
             "policy"_a, "weights"_a, "frequency"_a, "high"_a, "num_layers"_a);
+    nb::class_<LogicalCache>(module, "LogicalCache")
+        .def("__init__", make_logical, "sizes"_a, "layers"_a, "heat"_a, "half_life"_a, "eviction"_a, "capacity_bytes"_a,
+             "pin_limit_bytes"_a, "max_run_bytes"_a)
+        .def("fill", [](LogicalCache& cache, const Indices& indices) { cache.fill(checked_of(cache, indices)); }, "indices"_a)
+        .def(
+            "is_resident",
+            [](const LogicalCache& cache, int64_t index) { return cache.is_resident(checked_of(cache, {index})[0]); }, "index"_a)
+        .def("serve", bind_serve_logical, "layer"_a, "experts"_a, "ahead"_a)
+        .def(
+            "read_ahead", [](LogicalCache& cache, const Indices& indices) { cache.read_ahead(checked_of(cache, indices)); },
+            "indices"_a)
+        .def("begin_sequence", [](LogicalCache& cache) { cache.begin_sequence(); })
+        .def_prop_ro("bytes_read", &LogicalCache::bytes_read);
     nb::class_<BoundCache>(module, "ExpertCache")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,
                       Eviction, int64_t, int64_t, nb::list, bool, nb::list, int64_t>(),

@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -20,14 +22,14 @@ namespace {
 constexpr int64_t kMostChoices = 1'000'000;
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 // A later layer as the running one sees it:
-// * rank, number, first expert, top_k, number of experts;
-// * experts to read ahead for one token (-1: learned), the most that count as predicted, whether a missing one ends the advice,
-//   experts to read ahead for each of several tokens;
+// * rank, number, first expert, number of experts;
+// * AheadCounts of one or three kinds of passes, and whether a missing expert ends the advice;
 // * router, norm, bias, bias of the norm, rule; each may be None;
 // * the last layer whose experts predict it and the one before, or -1;
 // * known experts and their scores.
-using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool, int64_t>, nb::object,
-                         nb::object, nb::object, nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
+using Counts = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>;
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, Counts, bool, nb::object, nb::object, nb::object, nb::object,
+                         nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 // A routing rule that is no plain softmax: scoring, correction or None, groups, groups that are kept, whether a group is rated by
 // its best two, margin, whether logits are corrected.
 using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float, bool, float>;
@@ -64,7 +66,8 @@ BoundCache& reads_of(nb::handle object) {
 // Weights of all layers, kept alive.
 class BoundLayers {
   public:
-    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules, nb::handle paths)
+    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules, nb::handle paths,
+                nb::handle lossy)
         : reads_(std::move(reads)), cache_(reads_of(reads_)) {
         if (size < 1) {
             refuse("size: expected at least 1, found " + std::to_string(size));
@@ -73,6 +76,9 @@ class BoundLayers {
         if (!paths.is_none()) {
             paths_ = paths_of(nb::cast<nb::dict>(paths));
         }
+        if (!lossy.is_none()) {
+            lossy_ = lossy_of(nb::cast<nb::dict>(lossy));
+        }
         std::vector<ExpertLayerView> views;
         for (nb::handle fields : layers) {
             if (!nb::isinstance<nb::dict>(fields)) {
@@ -80,13 +86,56 @@ class BoundLayers {
             }
             views.push_back(view_of(nb::cast<nb::dict>(fields), size));
         }
+        expect_predictions(views);
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
         const ThresholdRules learning{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
         const PassLimits limits{value<int64_t>(rules, "most_tokens"), value<int64_t>(rules, "choices_for_all")};
         if (limits.most_tokens < 1 || limits.choices_for_all < 0 || limits.choices_for_all > kMostChoices) {
             refuse("rules: expected at least one token, and up to " + std::to_string(kMostChoices) + " choices for all");
         }
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning, paths_, limits);
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning, paths_, limits, lossy_.get());
+    }
+
+    // Begin a pass of a kind: `exact`, or how lossy modes decide in it. foretold: by layer, logits [T, E] of the pass that is
+    // computed again.
+    void begin_pass(const std::string& kind, const nb::dict& foretold) {
+        expect_rest();
+        if (kind == "exact") {
+            foretold_rows_ = -1;
+            layers_->begin_pass(false);
+            return;
+        }
+        if (lossy_ == nullptr) {
+            refuse("kind: expected exact, because no lossy mode was given, found " + kind);
+        }
+        const PassKind named = kind_named(kind);
+        if ((named == PassKind::kLittle || named == PassKind::kAgain) && !lossy_->has_little()) {
+            refuse("kind: expected one without a little model, found " + kind);
+        }
+        std::map<int64_t, std::vector<float>> logits;
+        foretold_rows_ = -1;
+        for (auto [layer, rows] : foretold) {
+            const Array found(rows, "foretold", Kind::kFloat32, 2);
+            const size_t at = checked(nb::cast<int64_t>(layer));
+            found.expect({foretold_rows_ < 0 ? found.size(0) : foretold_rows_, experts_of_[at]});
+            foretold_rows_ = found.size(0);
+            const float* const values = found.data<const float>();
+            logits[static_cast<int64_t>(at)].assign(values, values + found.size(0) * found.size(1));
+        }
+        lossy_->begin_pass(named, std::move(logits));
+        layers_->begin_pass(true);
+    }
+
+    // The decisions since the last call: LossyCounts.
+    nb::tuple take_counts() {
+        expect_rest();
+        if (lossy_ == nullptr) {
+            refuse("take_counts: no lossy mode was given");
+        }
+        const LossyCounts found = std::exchange(lossy_->counts, LossyCounts{});
+        return nb::make_tuple(found.ranks, found.missed, found.replaced, found.dropped, found.low, found.skipped, found.foretold,
+                              found.foretold_right, found.prompt_experts, found.prompt_missed, found.prompt_low,
+                              found.prompt_skipped, found.routings, found.lower_half);
     }
 
     // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
@@ -99,6 +148,9 @@ class BoundLayers {
             refuse("hidden: expected at least one token");
         }
         const size_t index = checked(at);
+        if (foretold_rows_ >= 0) {
+            hidden.expect({foretold_rows_, layers_->size()});
+        }
         const Turn turn(*this);
         ExpertLayers::Outcome outcome;
         const auto is_interrupted = [] {
@@ -211,9 +263,10 @@ class BoundLayers {
     }
 
     void expect_experts(int64_t first, int64_t count) const {
-        if (first < 0 || count < 0 || count > cache_->count() || first > cache_->count() - count) {
-            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " +
-                   std::to_string(first) + " to " + std::to_string(first + count));
+        const int64_t all = lossy_ == nullptr ? cache_->count() : lossy_->high_count();  // low versions follow
+        if (first < 0 || count < 0 || count > all || first > all - count) {
+            refuse("first_expert: expected experts below " + std::to_string(all) + ", found " + std::to_string(first) +
+                   " to " + std::to_string(first + count));
         }
     }
 
@@ -231,8 +284,8 @@ class BoundLayers {
         view.layer = cache_.checked_layer(value<int64_t>(fields, "layer"));
         view.first_expert = value<int64_t>(fields, "first_expert");
         view.top_k = value<int64_t>(fields, "top_k");
-        view.renormalizes = value<bool>(fields, "renormalizes");
-        view.weight_scale = value<float>(fields, "weight_scale");
+        view.routing.renormalizes = value<bool>(fields, "renormalizes");
+        view.routing.scale = value<float>(fields, "weight_scale");
         view.residual_scale = value<float>(fields, "residual_scale");
         view.stream_scale = value<float>(fields, "stream_scale");
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
@@ -243,8 +296,9 @@ class BoundLayers {
                        std::to_string(paths_.num_experts));
             }
             view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
-            view.rule = rule(field(fields, "rule"), view.router->rows, view.top_k);
-            view.expert_scales = bias(field(fields, "expert_scales"), view.router->rows, "expert_scales");
+            view.routing.experts = view.router->rows;
+            view.routing.rule = rule(field(fields, "rule"), view.router->rows, view.top_k);
+            view.routing.expert_scales = bias(field(fields, "expert_scales"), view.router->rows, "expert_scales");
         }
         if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
             view.shared = expert(shared, size);
@@ -262,6 +316,8 @@ class BoundLayers {
             refuse("shared_after_norm and routed_after_norm: expected both, and a shared expert, or none");
         }
         take_experts(view, value<nb::list>(fields, "experts"), size);
+        take_low_experts(view, value<nb::list>(fields, "low_experts"), size);
+        experts_of_.push_back(view.routing.experts);
         for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {
             view.ahead.push_back(ahead_of(ahead, view.layer, size));
         }
@@ -291,7 +347,7 @@ class BoundLayers {
         int64_t kept = 0;
         for (nb::handle object : experts) {
             view.experts.push_back(object.is_none() ? nullptr : expert(object, size));
-            view.left_out.push_back(object.is_none());
+            view.routing.left_out.push_back(object.is_none());
             const ExpertView* const last = view.experts.back();
             first = first == nullptr ? last : first;
             kept += last != nullptr;
@@ -303,27 +359,103 @@ class BoundLayers {
             refuse("experts: expected at least " + std::to_string(view.top_k) + " that are not left out, found " +
                    std::to_string(kept));
         }
-        view.has_left_out = kept < rows;
+        view.routing.has_left_out = kept < rows;
+    }
+
+    // Low versions, which only lossy modes compute: one of each expert that has one.
+    void take_low_experts(ExpertLayerView& view, const nb::list& experts, int64_t size) {
+        const int64_t count = static_cast<int64_t>(experts.size()), rows = view.routing.experts;
+        if (count != (lossy_ == nullptr ? 0 : rows)) {
+            refuse("low_experts: expected one of each expert under lossy modes, else none, found " + std::to_string(count));
+        }
+        const auto is_kept = [](const ExpertView* high) { return high != nullptr; };
+        const auto first = std::find_if(view.experts.begin(), view.experts.end(), is_kept);
+        const int64_t features = first == view.experts.end() ? 0 : (*first)->up.rows;
+        for (int64_t at = 0; at < count; ++at) {
+            const nb::object object = experts[static_cast<size_t>(at)];
+            const ExpertView* const low = object.is_none() ? nullptr : expert(object, size);
+            const bool is_there = lossy_->low_index(view.first_expert + at) >= 0;
+            if (is_there != (low != nullptr) || (is_there && low->up.rows != features)) {
+                refuse("low_experts: expected one for each low version, of as many features as the experts");
+            }
+            view.experts.push_back(low);
+        }
+    }
+
+    // LossyModes: thresholds by name, the logical cache or None, and the stored index of each expert's low version or -1.
+    std::unique_ptr<LossyChoice> lossy_of(const nb::dict& fields) {
+        const auto threshold = [&fields](const char* name) {
+            const double found = value<double>(fields, name);
+            if (!(found >= 0.0 && found <= 1.0)) {
+                refuse(std::string(name) + ": expected a number from 0 to 1");
+            }
+            return found;
+        };
+        const LossyRules rules{value<bool>(fields, "has_precision"), value<bool>(fields, "has_routing"),
+                               value<bool>(fields, "has_little"),    threshold("low_above"),
+                               threshold("skip_above"),              threshold("margin"),
+                               threshold("drop"),                    value<int64_t>(fields, "little_experts")};
+        auto low = value<std::vector<int64_t>>(fields, "low");
+        const int64_t count = static_cast<int64_t>(low.size()), stored = cache_->count();
+        std::vector<uint8_t> is_named(static_cast<size_t>(std::max(stored - count, int64_t{0})));
+        for (const int64_t index : low) {
+            const bool is_low = index >= count && index < stored && is_named[static_cast<size_t>(index - count)]++ == 0;
+            if (index != kNoExpert && !is_low) {
+                refuse("low: expected different stored low versions, or -1, found " + std::to_string(index));
+            }
+        }
+        if (std::count(is_named.begin(), is_named.end(), 0) != 0 || count > stored) {
+            refuse("low: expected every stored low version once");
+        }
+        const nb::object cache = field(fields, "cache");
+        LogicalCache* logical = nullptr;
+        if (!cache.is_none()) {
+            logical = &nb::cast<LogicalCache&>(cache);
+            if (logical->count() != stored) {
+                refuse("cache: expected one of " + std::to_string(stored) + " experts");
+            }
+            held_.append(cache);
+        }
+        if ((rules.has_precision || rules.has_routing) && logical == nullptr) {
+            refuse("cache: expected one, because a mode decides by it");
+        }
+        if (rules.little_experts < 0) {
+            refuse("little_experts: expected at least 0");
+        }
+        return std::make_unique<LossyChoice>(rules, logical, std::move(low));
+    }
+
+    static PassKind kind_named(const std::string& name) {
+        for (const auto& [known, kind] : {std::pair{"prompt", PassKind::kPrompt}, {"all", PassKind::kAll},
+                                          {"little", PassKind::kLittle}, {"again", PassKind::kAgain}}) {
+            if (name == known) {
+                return kind;
+            }
+        }
+        refuse("kind: expected exact, prompt, all, little or again, found " + name);
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t running, int64_t size) {
-        const auto& [rank, layer, first, top_k, count, counts, router, norm, router_bias, norm_bias, scoring, path, known_experts,
-                     known_scores] = fields;
+        const auto& [rank, layer, first, count, counts, stops_at_miss, router, norm, router_bias, norm_bias, scoring, path,
+                     known_experts, known_scores] = fields;
         auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
         auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
-        const auto& [advised, predicted, stops_at_miss, advised_each] = counts;
-        LayerAhead ahead{rank,
-                         layer,
-                         first,
-                         top_k,
-                         count,
-                         advised,
-                         predicted,
-                         advised_each,
-                         stops_at_miss,
-                         {nullptr, nullptr, nullptr},
-                         {path.first, path.second},
+        LayerAhead ahead{rank,          layer,
+                         first,         count,
+                         {},            stops_at_miss,
+                         {nullptr, nullptr, nullptr}, {path.first, path.second},
                          {experts, scores}};
+        const bool has_kinds = lossy_ != nullptr && lossy_->has_little();
+        if (counts.size() != (has_kinds ? 3 : 1)) {
+            refuse("ahead: expected counts of one kind of passes, or of three with a little model");
+        }
+        const auto is_count = [this](int64_t found) { return found >= 0 && found <= cache_->count(); };
+        for (const auto& [top_k, advised, predicted, advised_each] : counts) {
+            if (top_k < 1 || !is_count(top_k) || advised < -1 || predicted < 0 || !is_count(advised_each)) {
+                refuse("ahead: expected a top-k of 1 to " + std::to_string(cache_->count()) + ", and numbers of experts");
+            }
+            ahead.counts.push_back({top_k, advised, predicted, advised_each});
+        }
         if (!router.is_none()) {
             const MatrixView* const gate = matrix(router);
             ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows), bias(norm_bias, size, "norm_bias"),
@@ -335,11 +467,11 @@ class BoundLayers {
             expect_path(path, running, layer, count);
             expect_experts(first, count);
         }
-        const auto is_count = [this](int64_t found) { return found >= 0 && found <= cache_->count(); };
-        if (rank < 1 || layer < 0 || predicted < 0 || !is_count(advised_each) || !is_count(count) || top_k < 1 ||
-            !is_count(top_k) || experts.size() != scores.size()) {
-            refuse("ahead: expected a rank of at least 1, a top-k of 1 to " + std::to_string(cache_->count()) +
-                   ", and a score for each expert");
+        if (rank < 1 || layer < 0 || !is_count(count) || experts.size() != scores.size()) {
+            refuse("ahead: expected a rank of at least 1, and a score for each expert");
+        }
+        if (lossy_ != nullptr && layer >= count_) {
+            refuse("ahead: expected a layer below " + std::to_string(count_) + ", found " + std::to_string(layer));
         }
         for (const int64_t expert : experts) {
             if (expert < 0 || expert >= cache_->count()) {
@@ -390,6 +522,21 @@ class BoundLayers {
         }
     }
 
+    // Lossy modes route predicted logits by the rules of the later layer.
+    void expect_predictions(const std::vector<ExpertLayerView>& views) const {
+        for (const ExpertLayerView& view : views) {
+            for (const LayerAhead& ahead : view.ahead) {
+                const bool is_alike = lossy_ == nullptr ||
+                                      (views[static_cast<size_t>(ahead.layer)].routing.experts == ahead.num_experts &&
+                                       (ahead.router.matrix == nullptr || ahead.router.matrix->rows == ahead.num_experts));
+                const auto fits = [&ahead](const AheadCounts& counts) { return counts.top_k <= ahead.num_experts; };
+                if (!is_alike || (lossy_ != nullptr && !std::all_of(ahead.counts.begin(), ahead.counts.end(), fits))) {
+                    refuse("ahead: expected the experts of the predicted layer, and at most as many of a token");
+                }
+            }
+        }
+    }
+
     static void expect_routers_alike(const std::vector<LayerAhead>& ahead) {
         int64_t count = 0, rows = 0;
         for (const LayerAhead& each : ahead) {
@@ -407,6 +554,9 @@ class BoundLayers {
     nb::list held_;
     int64_t count_ = 0;
     PathTables paths_{};
+    std::unique_ptr<LossyChoice> lossy_;
+    std::vector<int64_t> experts_of_;  // of each layer
+    int64_t foretold_rows_ = -1;       // of the pass; -1: nothing was foretold
     std::vector<std::unique_ptr<Array>> arrays_;
     std::vector<std::unique_ptr<RoutingRule>> rules_;
     std::unique_ptr<ExpertLayers> layers_;
@@ -423,19 +573,18 @@ nb::bytes bytes_of(const std::vector<Float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&, nb::handle>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
-             "rules"_a, "paths"_a = nb::none())
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&, nb::handle, nb::handle>(), "reads"_a, "layers"_a,
+             "size"_a, "ahead_eps"_a, "rules"_a, "paths"_a = nb::none(), "lossy"_a = nb::none())
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a, "sequences"_a = 1)
         .def_prop_ro("is_running", &BoundLayers::is_running)
-        .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
+        .def("begin_pass", &BoundLayers::begin_pass, "kind"_a = "exact", "foretold"_a = nb::dict())
+        .def("take_counts", &BoundLayers::take_counts)
         .def("end_pass", [](BoundLayers& layers) { (*layers).end_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
         .def(
             "threshold",
-            [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) {
-                return (*layers).thresholds().threshold(running, layer, rank);
-            },
-            "running"_a, "layer"_a, "rank"_a)
+            [](BoundLayers& layers, int64_t running, int64_t layer) { return (*layers).thresholds().threshold(running, layer); },
+            "running"_a, "layer"_a)
         // Results of the layer that ran last.
         .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
         .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })
