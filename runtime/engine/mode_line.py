@@ -44,9 +44,7 @@ def code_path(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bo
 
     reads_ahead: whether some experts do not fit into the cache.
     """
-    return CodePath(
-        why_not_native(options, manifest.model.encoder is not None), why_not_one_call(manifest, options, reads_ahead)
-    )
+    return CodePath(why_not_native(options), why_not_one_call(manifest, options, reads_ahead))
 
 
 def mode_line(

@@ -261,9 +261,8 @@ def eviction_of(extension: Any, options: RuntimeOptions, records: ExpertRecords)
     """Return what the policy goes by, as the extension's `Eviction`."""
     weights = DEFAULT_WEIGHTS if options.policy_weights is None else parse_weights(options.policy_weights)
     high = np.arange(len(records.layer)) if records.expert is None else records.expert
-    return extension.Eviction(
-        options.policy, astuple(weights), records.frequency.tolist(), high.tolist(), records.num_layers
-    )
+    facts = (records.frequency.tolist(), high.tolist(), records.num_layers, records.encoder_layers)
+    return extension.Eviction(options.policy, astuple(weights), *facts)
 
 
 def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:

@@ -20,17 +20,14 @@ def open_cache(
     options: RuntimeOptions,
 ) -> StreamingCache:
     """Return a NativeCache if a run can have one, else a PythonCache. Both make the same decisions."""
-    has_encoder = bool(spec.records.encoder_layers)
-    if why_not_native(options, has_encoder) is None:
+    if why_not_native(options) is None:
         return NativeCache(storage, experts, spec, options)
     score = policy_score(options.policy, options.policy_weights)
     return PythonCache(storage, spec, score, options.reader_threads)
 
 
-def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
+def why_not_native(options: RuntimeOptions) -> str | None:
     """Return why a run cannot have a NativeCache, in a few words; None if it can."""
     if kernels.compiled() is None:
         return f"kernels {kernels.active()}"
-    if options.accelerator is not None:
-        return "an accelerator"
-    return "an encoder" if has_encoder else None
+    return None if options.accelerator is None else "an accelerator"

@@ -1,4 +1,4 @@
-"""PythonCache: the expert cache in Python, for runs with an encoder, an accelerator or the numpy kernels.
+"""PythonCache: the expert cache in Python, for runs with an accelerator or the numpy kernels.
 
 It is the specification of NativeCache.
 """

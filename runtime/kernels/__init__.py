@@ -352,7 +352,7 @@ def mix(layer: ConvolutionLayer | DeltaLayer, hidden: Floats, state: Sequence[np
 
 
 def experts_layer(
-    layers: Any, layer: int, hidden: Floats, sequences: int = 1
+    layers: Any, layer: int, hidden: Floats, sequences: int = 1, slots: np.ndarray | None = None
 ) -> tuple[str, int, int, int, int, int, int]:
     """Add the output of a layer's experts to the hidden states of T tokens. Waits for experts that are not in memory.
 
@@ -360,6 +360,7 @@ def experts_layer(
     layers: the extension's `ExpertLayers`.
     hidden: [T, D], read and written.
     sequences: number of sequences that the tokens belong to.
+    slots: slot of each token, int32 [T]. Experts with a capacity need it.
     Raises ValueError.
 
     Returns seven values:
@@ -371,7 +372,7 @@ def experts_layer(
     6. How many different experts were chosen.
     7. How many of them had been predicted; -1 without a prediction.
     """
-    outcome: tuple[str, int, int, int, int, int, int] = layers.run(layer, hidden, sequences)
+    outcome: tuple[str, int, int, int, int, int, int] = layers.run(layer, hidden, sequences, slots)
     return outcome
 
 

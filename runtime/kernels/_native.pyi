@@ -279,10 +279,17 @@ class Eviction:
     weights: of recency, uses, uses at high precision and nearness of the layer, for HOBBIT's score.
     frequency: share of its layer's tokens that chose each expert in calibration.
     high: per expert the index of its high version.
+    num_layers, encoder_layers: all layers, and those of an encoder, which come first.
     """
 
     def __init__(
-        self, policy: str, weights: list[float], frequency: list[float], high: list[int], num_layers: int
+        self,
+        policy: str,
+        weights: list[float],
+        frequency: list[float],
+        high: list[int],
+        num_layers: int,
+        encoder_layers: int = 0,
     ) -> None: ...
 
 class ExpertCache:
@@ -369,7 +376,9 @@ class ExpertCache:
     def close(self) -> None: ...
 
 class LogicalCache:
-    """The experts that would be in memory if every read took no time. The specification is runtime/modes/logical_cache.py.
+    """The experts that would be in memory if every read took no time.
+
+    The specification is runtime/modes/logical_cache.py.
 
     sizes, layers, heat: bytes, layer and first heat of each expert.
     The other parameters are those of ExpertCache. Raises ValueError.
@@ -410,6 +419,7 @@ class ExpertLayers:
       whether logits are corrected, and what is added to the sum of the weights.
     - `shared`: Expert or None; `shared_router`: PackedMatrix [1, D] or None.
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`, `stream_scale`.
+    - `capacity`: tokens of a sequence that an expert computes in a pass; 0: all.
     - `expert_scales`: float32 [E] or None.
     - `experts`: one Expert per row of the router; None for one that is left out.
     - `low_experts`: with lossy modes the low version of each, or None; else empty.
@@ -429,7 +439,7 @@ class ExpertLayers:
     size: D.
     ahead_eps: epsilon of the norms before routers of later layers.
     rules: RULES of runtime/prefetch/read_ahead_margins.py; `most_tokens` of a pass; `choices_for_all`, from which a
-        pass counts as one that needs all experts.
+        pass counts as one that needs all experts; `first_decoder`, the first layer after those of an encoder.
     paths: None, or the arrays of PathTables by name and `least_count`, the uses from which a path counts.
     lossy: None, or the lossy modes that decide, as in NativeModes of runtime/model/one_call.py.
     Raises ValueError.
@@ -449,7 +459,9 @@ class ExpertLayers:
     @property
     def is_running(self) -> bool: ...
     # See kernels.experts_layer.
-    def run(self, at: int, hidden: np.ndarray, sequences: int = 1) -> tuple[str, int, int, int, int, int, int]: ...
+    def run(
+        self, at: int, hidden: np.ndarray, sequences: int = 1, slots: np.ndarray | None = None
+    ) -> tuple[str, int, int, int, int, int, int]: ...
     # foretold: by layer, the logits [T, E] of the pass that is computed again.
     def begin_pass(
         self,

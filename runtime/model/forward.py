@@ -67,6 +67,7 @@ class Model:
                 self._cross[at] = CrossAttention(layer.cross, named)
             if layer.shared:
                 self.shared_experts[at] = SharedExpert(named, layer.experts.activation)
+        self._has_capacities = any(layer.experts.router.capacity for layer in self.spec.layers)
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
         static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
@@ -190,15 +191,21 @@ class Model:
     def _run_in_calls(
         self, layers: range, tokens: np.ndarray, places: kernels.TokenPlaces, kv: KVCache, one_call: PassExperts
     ) -> np.ndarray:
-        """Run any tokens; each layer has one call of the extension for attention and one for its experts."""
+        """Run any tokens; each layer has one call of the extension for attention and one for its experts.
+
+        Cross attention is computed in steps between the two.
+        """
         hidden = self._embed(tokens)
         times, blocks, sequences = self.times, self.dense_part.blocks, _sequences(places)
+        prompts, slots = self._prompts(places, kv), places.slots if self._has_capacities else None
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
                 blocks[index](hidden, places, *kv.of_layer[index])
+                if index in self._cross:
+                    self._attend_to_prompt(index, hidden, prompts, kv)
                 times.dense_ns += time.perf_counter_ns() - started_ns
-                one_call.run(index, hidden, sequences, times, self.prefetch_quality, self.trace)
+                one_call.run(index, hidden, sequences, slots, times, self.prefetch_quality, self.trace)
         finally:
             one_call.end()
         return hidden
@@ -212,9 +219,7 @@ class Model:
         sequences = _sequences(places)
         is_scored = self.trace is not None and self.trace.keeps_scores
         state = PassState(0, hidden, chosen, tokens, choice, sequences, is_traced=is_scored)
-        prompts = places  # only cross attention reads them
-        if self._cross:
-            prompts = kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
+        prompts = self._prompts(places, kv)
         predicted: list[int] | None = None
         try:
             for index in layers:
@@ -274,13 +279,20 @@ class Model:
             out = softcapped(out, self.spec.logit_softcap)
         return out
 
+    def _prompts(self, places: kernels.TokenPlaces, kv: KVCache) -> kernels.TokenPlaces:
+        """Return the slots of the tokens with the lengths of their prompts as ends, for cross attention."""
+        if not self._cross:
+            return places
+        return kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
+
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, prompts: kernels.TokenPlaces, kv: KVCache) -> None:
         """Add the attention to the prompts.
 
         prompts: slots of the tokens, with the lengths of their prompts as ends.
         """
-        normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)
-        self._add(hidden, self._cross[index](normed, prompts, kv.cross_keys[index], kv.cross_values[index]))
+        with np.errstate(all="ignore"):
+            normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)
+            self._add(hidden, self._cross[index](normed, prompts, kv.cross_keys[index], kv.cross_values[index]))
 
     def _add(self, hidden: np.ndarray, out: np.ndarray) -> None:
         """Add a result [T, D] to the residual stream. The result may be changed."""

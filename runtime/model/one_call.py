@@ -33,8 +33,8 @@ from ..prefetch.read_ahead_margins import RULES
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 
-PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES_FOR_ALL}
-"""Constants of what is read ahead, for the extension."""
+PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES_FOR_ALL, "first_decoder": 0}
+"""Constants of what is read ahead, for the extension. `first_decoder` is the first layer after those of an encoder."""
 
 
 Scoring = tuple[str, np.ndarray | None, int, int, bool, float, bool, float]
@@ -158,7 +158,8 @@ class PassExperts:
         fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
         modes = None if lossy is None else lossy.to_plain()
-        self.native = cache.bind_layers(fields, spec.hidden_size, spec.norm_eps, PASS_RULES, paths, modes)
+        rules = PASS_RULES | {"first_decoder": spec.first_decoder_layer}
+        self.native = cache.bind_layers(fields, spec.hidden_size, spec.norm_eps, rules, paths, modes)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -203,6 +204,7 @@ class PassExperts:
         layer: int,
         hidden: np.ndarray,
         sequences: int,
+        slots: np.ndarray | None,
         times: PhaseTimes,
         quality: PrefetchQuality,
         trace: TraceRecorder | None,
@@ -211,12 +213,14 @@ class PassExperts:
 
         hidden: float32 [T, D], read and written.
         sequences: number of sequences that the tokens belong to.
+        slots: slot of each token, int32 [T]; needed if experts have a capacity.
 
         times, quality: this call adds its times and predictions.
         trace: records the choice of one token.
         Raises the errors of `StreamingCache.stream`.
         """
-        state, expert, *spent_ns, demanded, predicted = kernels.experts_layer(self.native, layer, hidden, sequences)
+        found = kernels.experts_layer(self.native, layer, hidden, sequences, slots)
+        state, expert, *spent_ns, demanded, predicted = found
         self._cache.check_end(state, expert)
         if self._choice is not None and self._choice.native_kind == "little" and self._routers[layer] is not None:
             self._choice.take(layer, np.frombuffer(self.native.logits, np.float32).reshape(len(hidden), -1))
@@ -297,6 +301,7 @@ class PassExperts:
             "renormalizes": spec.router.renormalize,
             "weight_scale": spec.router.scale,
             "residual_scale": self._spec.residual_scale,
+            "capacity": spec.router.capacity,
             "experts": [None if expert is None else expert.native for expert in experts],
             "low_experts": [] if self.lossy is None else self._low_experts(self.lossy, first, spec.count),
             "ahead": [self._ahead(at, later) for later in self._bound_ahead(at)],
@@ -368,7 +373,7 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     reads_ahead: whether some experts have to be read during passes.
     """
     model = manifest.model
-    reason = why_not_native(options, model.encoder is not None)
+    reason = why_not_native(options)
     for layer in model.layers:
         reason = reason or _why_not_layer(layer)
     return reason or (_why_not_advice(model, options) if reads_ahead else None)
@@ -391,10 +396,7 @@ def _scoring_of(router: Router) -> Scoring | None:
 
 def _why_not_layer(layer: LayerSpec) -> str | None:
     """Return why the extension cannot compute a layer; None if it can: it knows routers that read the stream."""
-    router = layer.experts.router
-    if router.static is not None:
-        return "static routing"
-    return "routers with a capacity" if router.capacity else None
+    return None if layer.experts.router.static is None else "static routing"
 
 
 def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:

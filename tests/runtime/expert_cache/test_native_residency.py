@@ -35,9 +35,9 @@ WEIGHTS = EvictionWeights(lru=0.2, lfu=0.3, lhu=0.1, fld=0.4)
 HIGH = np.arange(COUNT) // EXPERTS * EXPERTS + np.tile([0, 1, 2, 0, 1], LAYERS)
 
 
-def fresh_records(has_low: bool = False) -> ExpertRecords:
+def fresh_records(has_low: bool = False, encoder_layers: int = 0) -> ExpertRecords:
     popularity = np.arange(COUNT, dtype=np.float64) % EXPERTS
-    return expert_records(LAYER, popularity, LAYERS, expert=HIGH if has_low else None)
+    return expert_records(LAYER, popularity, LAYERS, encoder_layers, expert=HIGH if has_low else None)
 
 
 def score_of(policy: Policy) -> PolicyScore:
@@ -57,10 +57,11 @@ def native(
     has_low: bool = False,
     most_queued: int = 0,
     max_run_bytes: int = MAX_RUN_BYTES,
+    encoder: int = 0,
     **changed: Any,
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
-    records = fresh_records(has_low)
+    records = fresh_records(has_low, encoder)
     arrays: dict[str, np.ndarray] = {name: np.zeros(COUNT, np.uint8) for name in NAMES[:4]}
     arrays |= {"prefetches": np.zeros((2, COUNT), np.int64), "counts": np.zeros(len(CacheStats.__slots__), np.int64)}
     shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
@@ -73,6 +74,7 @@ def native(
         "frequency": records.frequency.tolist(),
         "high": high.tolist(),
         "num_layers": LAYERS,
+        "encoder_layers": encoder,
     }
     limits = (readers, max_run_bytes, records.half_life, extension.Eviction(**goes_by | changed), capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
@@ -95,6 +97,7 @@ class BothMachine(RuleBasedStateMachine):
         readers=st.integers(1, 3),
         most_queued=st.integers(0, 2),
         max_run_bytes=st.sampled_from((MAX_RUN_BYTES, 20)),
+        encoder_layers=st.integers(0, LAYERS - 1),
     )
     def begin(
         self,
@@ -107,14 +110,15 @@ class BothMachine(RuleBasedStateMachine):
         has_low: bool,
         most_queued: int,
         max_run_bytes: int,
+        encoder_layers: int,
     ) -> None:
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
-        own, array = fresh_records(has_low), np.array(sizes, np.int64)
+        own, array = fresh_records(has_low, encoder_layers), np.array(sizes, np.int64)
         order, runs = partial(eviction_order, own, score_of(policy)), ReadRuns(sizes, following, readers, max_run_bytes)
         spec = CacheSpec(array, capacity, own, pins)
         self.spec, self.spec_records = Residency(spec, order, runs=runs, most_queued=most_queued), own
         self.reads, self.arrays, self.records = native(
-            sizes, capacity, pins, policy, following, readers, has_low, most_queued, max_run_bytes
+            sizes, capacity, pins, policy, following, readers, has_low, most_queued, max_run_bytes, encoder_layers
         )
         self.waiting: list[int] = []
         self.loading: list[int] = []
@@ -190,6 +194,8 @@ TestBothMachine.settings = settings(stateful_step_count=40)
         ({"weights": (0.5, 0.5)}, "expected four weights"),
         ({"frequency": [0.5]}, "expected four weights, and a frequency"),
         ({"high": [COUNT] * COUNT}, "a high version and a layer of each expert"),
+        ({"encoder_layers": LAYERS}, "encoder_layers: expected fewer than all layers"),
+        ({"encoder_layers": -1}, "encoder_layers: expected fewer than all layers"),
         ({"num_layers": LAYERS - 1}, "a high version and a layer of each expert"),
         ({"next_in_file": [COUNT] * COUNT}, "next_in_file: expected experts or -1"),
         ({"readers": 0}, "at least one reader"),

@@ -50,7 +50,7 @@ def test_each_reason_is_the_one_of_the_run(
 def test_models_that_the_extension_does_not_know(tmp_path: Path) -> None:
     switch = emit_bundle(save_tiny_switch(tmp_path / "switch"), tmp_path / "switch-moec")
     with load(switch, **SMALL) as engine:
-        assert engine.code_path.to_text() == "cache python (an encoder), layers in steps (an encoder)"
+        assert engine.code_path.to_text() == "cache native, layers in one call"
     model = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=1, experts=3, top_k=1))
     bundle = emit_bundle(model, tmp_path / "bundle")
     with kernels_of("numpy"), load(bundle, **SMALL) as engine:

@@ -29,6 +29,7 @@ from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
 from tests.runtime.learned_bundle import with_maps
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
 TOKENS = 120
@@ -66,9 +67,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that went in one call."""
     layers, one_call = list[int](), kernels.experts_layer
 
-    def counted(native: Any, layer: int, hidden: np.ndarray, sequences: int) -> Any:
+    def counted(native: Any, layer: int, *rest: Any) -> Any:
         layers.append(layer)
-        return one_call(native, layer, hidden, sequences)
+        return one_call(native, layer, *rest)
 
     monkeypatch.setattr(kernels, "experts_layer", counted)
     return layers
@@ -121,8 +122,8 @@ class Run:
         """Note the advice of each layer, and count the layers that go in one call."""
         one_call, advise = kernels.experts_layer, Advisor.advise
 
-        def counted(native: Any, layer: int, hidden: np.ndarray, sequences: int) -> Any:
-            found = one_call(native, layer, hidden, sequences)
+        def counted(native: Any, layer: int, *rest: Any) -> Any:
+            found = one_call(native, layer, *rest)
             self.calls += 1
             self.advice.append(list(native.advice))
             return found
@@ -445,3 +446,53 @@ def test_a_cache_or_a_rule_that_was_replaced_is_the_one_that_serves(bundle: Path
         model.cache = Counting()  # type: ignore[assignment]
         engine.decode([5], [0], [0])
         assert asked == list(range(LAYERS)) == calls
+
+
+class EncodedRun:
+    """Logits, decisions and advice of a model with an encoder: prompts of several slots, then their tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        cache, model, self.advice = engine.cache, engine.model, list[list[int]]()
+        assert isinstance(cache, NativeCache) and cache.reads.resize(cache.capacity_bytes, 0)
+        with pytest.MonkeyPatch.context() as patched:
+            Run.watch(self, patched)  # type: ignore[arg-type]
+            self.rows = self.run(engine)
+        self.decisions = [getattr(cache.stats, name) for name in DECISIONS]
+        self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
+        assert not cache.leased().size
+        cache.check_invariants()
+
+    calls = 0
+
+    @staticmethod
+    def run(engine: Engine) -> list[np.ndarray]:
+        random, rows = np.random.default_rng(8), list[np.ndarray]()
+        for lengths in ([19], [1], [13, 24, 7]):
+            engine.begin_sequence()
+            prompts = [random.integers(4, 60, length).tolist() for length in lengths]
+            slots = list(range(len(lengths)))
+            starts = engine.begin_texts(slots, prompts)
+            rows.append(engine.decode([start[0] for start in starts], slots, [0] * len(slots)))
+            for position in range(1, 12):
+                tokens = random.integers(4, 60, len(slots)).tolist()
+                rows.append(engine.decode(tokens, slots, [position] * len(slots)))
+        return rows
+
+
+@pytest.mark.parametrize("name", sorted(TINY_SWITCHES))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefetch": "path", "policy": "edgemoe"}, {"prefetch": "popularity", "policy": "hobbit"}],
+    ids=str,
+)
+def test_a_model_with_an_encoder(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Its experts have a capacity. Layers of the encoder are evicted first, and predict nothing in the decoder."""
+    path, runs = emit_bundle(save_tiny_switch(tmp_path / "model", TINY_SWITCHES[name]), tmp_path / "bundle"), []
+    for way in (in_one_call, steps_only):
+        with load(path, context=48, slots=3, expert_cache="60%", cache_state="cold", **options) as engine:
+            way(engine)
+            runs.append(EncodedRun(engine))
+    one, steps = runs
+    assert one.calls and not steps.calls and any(one.advice)
+    assert all(np.array_equal(*rows) for rows in zip(one.rows, steps.rows, strict=True))
+    assert one.decisions == steps.decisions and one.quality == steps.quality and one.advice == steps.advice

@@ -52,8 +52,8 @@ class Decoded:
         """Note the advice of each layer, and count the layers that go in one call."""
         one_call, advise = kernels.experts_layer, Advisor.advise
 
-        def counted(native: Any, layer: int, hidden: np.ndarray, sequences: int) -> Any:
-            found = one_call(native, layer, hidden, sequences)
+        def counted(native: Any, layer: int, *rest: Any) -> Any:
+            found = one_call(native, layer, *rest)
             self.calls += 1
             self.advice.append(list(native.advice))
             return found

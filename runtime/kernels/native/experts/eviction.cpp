@@ -19,16 +19,22 @@ void Residency::evict(int64_t index) {
     ++counts_->evictions;
 }
 
-// Layers that run until the layer does: 1 for the one after the running layer, num_layers for the running one.
+// Layers that run until the layer does: 1 for the one after the running layer, all of the decoder for the running one. After
+// any layer of an encoder the next one that counts is the decoder's first.
 int64_t Residency::distance(int64_t layer, int64_t running) const {
-    const int64_t layers = facts_.num_layers;
-    return (layer - running - 1 + 2 * layers) % layers + 1;
+    const int64_t layers = decoder_layers(), ahead = layer - std::max(running, facts_.encoder_layers - 1) - 1;
+    return (ahead % layers + layers) % layers + 1;
+}
+
+// Lower groups are evicted first: finished layers of an encoder, its later layers, the decoder.
+int Residency::eviction_group(int64_t index) const {
+    return layer_of(index) >= facts_.encoder_layers ? 2 : layer_of(index) > layer_ ? 1 : 0;
 }
 
 // The steps are those of MultidimensionalScore in policies.py, so that both give the same bits.
 double Residency::hobbit_score(int64_t index) const {
     const size_t at = static_cast<size_t>(index), high = static_cast<size_t>(facts_.high[at]);
-    const int64_t layers = facts_.num_layers, first_pass = sequence_start_ + 1;
+    const int64_t layers = decoder_layers(), first_pass = sequence_start_ + facts_.encoder_layers + 1;
     const double passes = static_cast<double>(std::max(int64_t{0}, clock_ - first_pass) / layers + 1);
     const int64_t since = columns_.last_used[index] - first_pass;
     const double last_pass = since < 0 ? 0.0 : static_cast<double>(since / layers + 1);
@@ -37,7 +43,7 @@ double Residency::hobbit_score(int64_t index) const {
     if (facts_.weights.lhu != 0.0) {
         score += facts_.weights.lhu / passes * static_cast<double>(columns_.uses[high] - uses_before_[high]);
     }
-    const int64_t running = (layer_ - facts_.weights.layers_back + layers) % layers;
+    const int64_t running = (layer_ - facts_.weights.layers_back + facts_.num_layers) % facts_.num_layers;
     const double nearness =
         1.0 - static_cast<double>(distance(layer_of(index), running) - 1) / static_cast<double>(layers);
     score += facts_.weights.fld * nearness;
@@ -63,6 +69,9 @@ double Residency::score(int64_t index) const {
 }
 
 bool Residency::goes_before(int64_t one, int64_t other) const {
+    if (facts_.encoder_layers > 0 && eviction_group(one) != eviction_group(other)) {
+        return eviction_group(one) < eviction_group(other);
+    }
     const double own = scores_[static_cast<size_t>(one)], others = scores_[static_cast<size_t>(other)];
     if (own != others) {
         return own < others;

@@ -88,15 +88,36 @@ bool ExpertLayers::route(const ExpertLayerView& layer) {
     return layer.routing.choose(logits.data(), rows_.tokens, top_k_, chosen.data(), weights_.data());
 }
 
-// Lets lossy modes change what the router chose. Returns false without memory.
+// Lets lossy modes, or the capacity of experts, change what the router chose. Returns false without memory.
 bool ExpertLayers::select(const ExpertLayerView& layer) {
-    if (choice_ == nullptr) {
+    has_versions_ = choice_ != nullptr || layer.capacity > 0;
+    if (!has_versions_) {
         return true;
     }
     versions_ = chosen;
-    std::fill(parts_.begin(), parts_.end(), 0.0f);  // a rank without an expert is added as well, with weight 0
-    const Routed routed{layer.layer, layer.first_expert, rows_.tokens, top_k_, &layer.routing, logits.data()};
-    return layer.router == nullptr || choice_->select(routed, versions_, weights_);
+    std::fill(parts_.begin(), parts_.end(), 0.0f);  // a rank without an expert is added as well
+    if (choice_ != nullptr && layer.router != nullptr) {
+        const Routed routed{layer.layer, layer.first_expert, rows_.tokens, top_k_, &layer.routing, logits.data()};
+        if (!choice_->select(routed, versions_, weights_)) {
+            return false;
+        }
+    }
+    if (layer.capacity > 0 && rows_.slots != nullptr) {
+        keep_within_capacity(layer);
+    }
+    return true;
+}
+
+// Drops each choice that is not among the first ones of its expert in its sequence. Specification: within_capacity in
+// runtime/layers/routing.py.
+void ExpertLayers::keep_within_capacity(const ExpertLayerView& layer) {
+    std::map<std::pair<int32_t, int32_t>, int64_t> taken;  // by slot and expert
+    for (size_t at = 0; at < versions_.size(); ++at) {
+        int32_t& version = versions_[at];
+        if (version != kNoExpert && ++taken[{rows_.slots[static_cast<int64_t>(at) / top_k_], version}] > layer.capacity) {
+            version = kNoExpert;
+        }
+    }
 }
 
 // What a part of the layer reads: the stream after a norm of its own, if it has one, else what the experts read.

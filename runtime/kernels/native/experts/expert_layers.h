@@ -96,12 +96,15 @@ struct LayerAhead {
 struct PassLimits {
     int64_t most_tokens;      // of a pass
     int64_t choices_for_all;  // choices per expert from which a pass is assumed to need all experts
+    int64_t first_decoder;    // layers before it are those of an encoder
 };
 
 // The rows of a pass. hidden: [T, D], read and written. sequences: number of sequences that the tokens belong to.
+// slots: the sequence of each token, [T]; null if no layer has a capacity.
 struct PassRows {
     float* hidden;
     int64_t tokens, sequences;
+    const int32_t* slots = nullptr;
 };
 
 struct ExpertLayerView {
@@ -120,6 +123,7 @@ struct ExpertLayerView {
     const MatrixView* shared_router;  // [1, D], the sigmoid of its logit weighs the shared expert; null: its weight is 1
     int64_t layer, first_expert, top_k;
     float residual_scale, stream_scale;
+    int64_t capacity;  // tokens of a sequence that an expert computes in a pass; 0: all
     std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen. Low versions follow, [E] or none
     std::vector<LayerAhead> ahead;           // nearest first; empty: nothing is prefetched
 };
@@ -170,6 +174,7 @@ class ExpertLayers {
     bool route(const ExpertLayerView& layer);
     bool weigh_shared(const ExpertLayerView& layer);
     bool select(const ExpertLayerView& layer);
+    void keep_within_capacity(const ExpertLayerView& layer);
     Indices group(const ExpertLayerView& layer);
     void count_predicted(Outcome& outcome);
     End look_ahead(const ExpertLayerView& layer, Outcome& outcome);
@@ -204,7 +209,7 @@ class ExpertLayers {
     int64_t ranks_of(const ExpertLayerView& layer) const { return top_k_ + (layer.shared != nullptr); }
     bool has_one() const { return rows_.tokens == 1; }
     bool is_again() const { return choice_ != nullptr && choice_->kind() == PassKind::kAgain; }
-    const std::vector<int32_t>& versions() const { return choice_ == nullptr ? chosen : versions_; }
+    const std::vector<int32_t>& versions() const { return has_versions_ ? versions_ : chosen; }
     const AheadCounts& counts_of(const LayerAhead& ahead) const;
 
     ExpertCache& reads_;
@@ -219,7 +224,8 @@ class ExpertLayers {
     PassRows rows_{nullptr, 0, 0};                 // of the layer that runs
     int64_t top_k_ = 0;                            // of the layer and the pass that run
     Indices requested_;                            // stored experts of the layer that runs
-    std::vector<int32_t> versions_;                // [T, K], under lossy modes
+    bool has_versions_ = false;
+    std::vector<int32_t> versions_;                // [T, K], under lossy modes or a capacity
     std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;

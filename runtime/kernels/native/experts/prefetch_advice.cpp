@@ -317,17 +317,21 @@ bool ExpertLayers::foresee(const LayerAhead& ahead, const float* predicted, std:
 }
 
 // The number of experts of a later layer that are worth reading ahead for the tokens of this pass. After a prompt of one
-// sequence, the next pass has one token. Of that token only popularity is known, which learned thresholds do not take.
+// sequence, the next pass has one token, and after an encoder, one of each sequence. Of that token only popularity is known, which learned thresholds do not take.
 int64_t ExpertLayers::advised_to_many(const ExpertLayerView& layer, const LayerAhead& ahead) const {
     const bool is_of_next_pass = ahead.layer <= layer.layer;
+    const bool is_after_encoder = layer.layer < limits_.first_decoder && limits_.first_decoder <= ahead.layer;
     const AheadCounts& counts = counts_of(ahead);
     if (ahead.rank > 1 && rows_.tokens * counts.top_k < limits_.choices_for_all * ahead.num_experts) {
         return 0;
     }
-    if (is_of_next_pass && rows_.sequences == 1 && rows_.tokens < limits_.most_tokens) {
-        return counts.advised < 0 ? 0 : counts.advised_each;
+    int64_t tokens = rows_.tokens;
+    if (is_after_encoder) {
+        tokens = std::min(tokens, rows_.sequences);
+    } else if (is_of_next_pass && rows_.sequences == 1 && tokens < limits_.most_tokens) {
+        tokens = 1;
     }
-    return rows_.tokens * counts.advised_each;
+    return tokens == 1 && counts.advised < 0 ? 0 : tokens * counts.advised_each;
 }
 
 // The best experts of a later layer for all tokens together, at most `count`. Returns false without memory.

@@ -103,7 +103,7 @@ bool Residency::fits_pass(const Indices& experts) const {
     for (const int64_t index : experts) {
         needed_bytes += size(index);
     }
-    return needed_bytes * facts_.num_layers <= capacity_bytes;
+    return facts_.encoder_layers > 0 || needed_bytes * facts_.num_layers <= capacity_bytes;
 }
 
 // ReadRuns.keep_busy in read_runs.py. A queued read takes memory, so no more are queued if a pass does not fit.

@@ -59,7 +59,7 @@ struct ResidencyFacts {
     Score score;
     std::vector<double> frequency;   // share of its layer's tokens that chose each expert in calibration
     std::vector<int64_t> high;       // the high version of each expert, often itself
-    int64_t num_layers;
+    int64_t num_layers, encoder_layers;  // the first layers are those of an encoder
     HobbitWeights weights;
 };
 
@@ -117,7 +117,9 @@ class Residency {
     bool is_evictable(int64_t index) const { return columns_.state[index] == kResident && !columns_.is_leased[index]; }
     double score(int64_t index) const;
     double hobbit_score(int64_t index) const;
+    int64_t decoder_layers() const { return facts_.num_layers - facts_.encoder_layers; }
     int64_t distance(int64_t layer, int64_t running) const;
+    int eviction_group(int64_t index) const;
     bool fits_pass(const Indices& experts) const;
     int64_t run_bytes(int64_t index) const { return std::min(size(index), facts_.max_run_bytes); }
     bool keeps_busy(int64_t on_the_way_bytes) const;

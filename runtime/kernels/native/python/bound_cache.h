@@ -65,11 +65,14 @@ struct Eviction {
     std::string policy;
     std::vector<double> weights, frequency;
     std::vector<int64_t> high;
-    int64_t num_layers;
+    int64_t num_layers, encoder_layers;
 
     // Add it to the facts, whose experts must fit it.
     void give_to(ResidencyFacts& facts) && {
         const size_t count = facts.sizes.size();
+        if (encoder_layers < 0 || encoder_layers >= std::max(num_layers, int64_t{1})) {
+            refuse("encoder_layers: expected fewer than all layers, found " + std::to_string(encoder_layers));
+        }
         const auto is_layer = [this](int64_t layer) { return layer >= 0 && layer < num_layers; };
         const auto is_expert = [count](int64_t index) { return index >= 0 && index < static_cast<int64_t>(count); };
         if (frequency.size() != count || high.size() != count || weights.size() != 4 ||
@@ -86,6 +89,7 @@ struct Eviction {
         facts.frequency = std::move(frequency);
         facts.high = std::move(high);
         facts.num_layers = num_layers;
+        facts.encoder_layers = encoder_layers;
         facts.weights = {weights[0], weights[1], weights[2], weights[3], policy == "hobbit-printed"};
     }
 };

@@ -147,10 +147,11 @@ void bind_cache(nb::module_& module) {
         .def(
             "__init__",
             [](Eviction* self, std::string policy, std::vector<double> weights, std::vector<double> frequency,
-               std::vector<int64_t> high, int64_t num_layers) {
-                new (self) Eviction{std::move(policy), std::move(weights), std::move(frequency), std::move(high), num_layers};
+               std::vector<int64_t> high, int64_t num_layers, int64_t encoder_layers) {
+                new (self) Eviction{std::move(policy), std::move(weights), std::move(frequency),
+                                    std::move(high),   num_layers,         encoder_layers};
             },
-            "policy"_a, "weights"_a, "frequency"_a, "high"_a, "num_layers"_a);
+            "policy"_a, "weights"_a, "frequency"_a, "high"_a, "num_layers"_a, "encoder_layers"_a = 0);
     nb::class_<LogicalCache>(module, "LogicalCache")
         .def("__init__", make_logical, "sizes"_a, "layers"_a, "heat"_a, "half_life"_a, "eviction"_a, "capacity_bytes"_a,
              "pin_limit_bytes"_a, "max_run_bytes"_a)

@@ -89,7 +89,8 @@ class BoundLayers {
         expect_predictions(views);
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
         const ThresholdRules learning{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
-        const PassLimits limits{value<int64_t>(rules, "most_tokens"), value<int64_t>(rules, "choices_for_all")};
+        const PassLimits limits{value<int64_t>(rules, "most_tokens"), value<int64_t>(rules, "choices_for_all"),
+                                value<int64_t>(rules, "first_decoder")};
         if (limits.most_tokens < 1 || limits.choices_for_all < 0 || limits.choices_for_all > kMostChoices) {
             refuse("rules: expected at least one token, and up to " + std::to_string(kMostChoices) + " choices for all");
         }
@@ -141,7 +142,7 @@ class BoundLayers {
     // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
     // experts, and in the shared expert alone; how many experts were chosen; how many of them had been predicted, or -1.
     std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object,
-                                                                                     int64_t sequences) {
+                                                                                     int64_t sequences, nb::handle slots_object) {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
         hidden.expect({hidden.size(0), layers_->size()});
         if (hidden.size(0) < 1) {
@@ -151,6 +152,13 @@ class BoundLayers {
         if (foretold_rows_ >= 0) {
             hidden.expect({foretold_rows_, layers_->size()});
         }
+        PassRows rows{hidden.data<float>(), hidden.size(0), sequences};
+        std::unique_ptr<Array> slots;
+        if (!slots_object.is_none()) {
+            slots = std::make_unique<Array>(slots_object, "slots", Kind::kInt32, 1);
+            slots->expect({hidden.size(0)});
+            rows.slots = slots->data<const int32_t>();
+        }
         const Turn turn(*this);
         ExpertLayers::Outcome outcome;
         const auto is_interrupted = [] {
@@ -159,7 +167,7 @@ class BoundLayers {
         };
         {
             nb::gil_scoped_release unlocked;
-            outcome = layers_->run(index, {hidden.data<float>(), hidden.size(0), sequences}, is_interrupted);
+            outcome = layers_->run(index, rows, is_interrupted);
         }
         if (outcome.end == ExpertLayers::End::kInterrupted) {
             throw nb::python_error();
@@ -287,6 +295,7 @@ class BoundLayers {
         view.routing.renormalizes = value<bool>(fields, "renormalizes");
         view.routing.scale = value<float>(fields, "weight_scale");
         view.residual_scale = value<float>(fields, "residual_scale");
+        view.capacity = value<int64_t>(fields, "capacity");
         view.stream_scale = value<float>(fields, "stream_scale");
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
             view.router = matrix(router);
@@ -575,7 +584,7 @@ void bind_expert_layers(nb::module_& module) {
     nb::class_<BoundLayers>(module, "ExpertLayers")
         .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&, nb::handle, nb::handle>(), "reads"_a, "layers"_a,
              "size"_a, "ahead_eps"_a, "rules"_a, "paths"_a = nb::none(), "lossy"_a = nb::none())
-        .def("run", &BoundLayers::run, "at"_a, "hidden"_a, "sequences"_a = 1)
+        .def("run", &BoundLayers::run, "at"_a, "hidden"_a, "sequences"_a = 1, "slots"_a = nb::none())
         .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", &BoundLayers::begin_pass, "kind"_a = "exact", "foretold"_a = nb::dict())
         .def("take_counts", &BoundLayers::take_counts)
