@@ -25,7 +25,7 @@ from moec.runtime.tuning.tune_file import bundle_sha256
 from ..expert_cache.eviction import item_text, texts
 from ..prefetch.learned_routers import Routing
 from ..yardstick.commands import moec
-from .models import DATA, MODELS, NATURAL, PLAIN, PLANTED, ROOT, Model
+from .models import DATA, MODELS, NATURAL, PLAIN, PLANTED, ROOT, SWITCH, Model
 
 SHIPPED = "planted-moec"
 """Name of `examples/bundle`, which is not compiled here."""
@@ -40,6 +40,7 @@ BUNDLES: dict[str, tuple[Model, tuple[object, ...]]] = {
     "planted-2": (PLANTED, ("--uniform", 2, *_CALIBRATED)),
     "plain-16": (PLAIN, ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
     "natural-16": (NATURAL, ("--uniform", 16, "--dense-bits", 16)),
+    "switch-16": (SWITCH, ("--uniform", 16, "--dense-bits", 16, "--data", DATA, "--task", "samsum")),
     "planted-2-samsum": (PLANTED, ("--uniform", 2, "--data", DATA, "--task", "samsum")),
     **{
         f"{model.name}-experts-{width}": (model, ("--uniform", width, "--dense-bits", 16))

@@ -91,9 +91,19 @@ RANDOM = Model(
     "random weights of the shapes that the figure names; they say nothing of quality",
     PLANTED.folder,
 )
+SWITCH = Model(
+    "switch",
+    "Switch, 1 of 8",
+    "`examples/switch_model`: a Switch Transformer with 4 + 4 layers, of which all of the decoder route, to 1 of 8 "
+    "experts, trained for four minutes",
+    ROOT / "examples" / "switch_model",
+    task=TASKS[1],
+    texts="dialogues",
+    metric="Rouge-2",
+)
 TRAINED = (PLANTED, PLAIN)
 """Models in the tree."""
 MODELS = (*TRAINED, NATURAL)
 """Models whose routing is measured."""
-DESCRIBED = (*MODELS, RANDOM)
+DESCRIBED = (*MODELS, SWITCH, RANDOM)
 """Models that a page describes."""

@@ -8,7 +8,7 @@ from itertools import compress
 from textwrap import indent, wrap
 
 from .figure import PAPERS, Figure, Measured, NotMeasured, Paper
-from .models import DESCRIBED, NATURAL, RANDOM, Model
+from .models import DESCRIBED, MODELS, NATURAL, Model
 
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
@@ -71,7 +71,7 @@ def page(
 
 def _models() -> str:
     """Return a list of the models of all figures."""
-    return "\n".join(_item(f"{m.name.capitalize()}: {m.described}.{_routed(m) * (m is not RANDOM)}") for m in DESCRIBED)
+    return "\n".join(_item(f"{m.name.capitalize()}: {m.described}.{_routed(m) * (m in MODELS)}") for m in DESCRIBED)
 
 
 def _routed(model: Model) -> str:

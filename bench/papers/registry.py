@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .edgemoe import bits, counted, experts, latency, paths, sensitivity, speed, storage, throttled
+from .edgemoe import bits, counted, experts, latency, paths, sensitivity, speed, storage, switch, throttled
 from .edgemoe import caches as edgemoe_caches
 from .figure import Figure, NotMeasured
 from .hobbit import caches as hobbit_caches
@@ -21,6 +21,7 @@ FIGURES: tuple[Figure, ...] = (
     *bits.FIGURES,
     *paths.FIGURES,
     *edgemoe_caches.FIGURES,
+    *switch.FIGURES,
     *routers.FIGURES,
     *loading.FIGURES,
     *prompts.FIGURES,

@@ -20,19 +20,18 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 def config_of(shape: SwitchShape, end: int, pad: int) -> dict[str, object]:
     """Return the content of ``config.json``. end, pad: token ids."""
-    sparse = shape.layers // shape.sparse_step
     return {
         "architectures": ["SwitchTransformersForConditionalGeneration"],
         "model_type": "switch_transformers",
         "d_ff": shape.width,
         "d_kv": shape.head_size,
         "d_model": shape.hidden,
-        "decoder_sparse_step": shape.sparse_step,
+        "decoder_sparse_step": shape.decoder_step,
         "decoder_start_token_id": pad,
         "dense_act_fn": "relu",
         "dropout_rate": 0.0,
         "dtype": "bfloat16",
-        "encoder_sparse_step": shape.sparse_step,
+        "encoder_sparse_step": shape.encoder_step,
         "eos_token_id": end,
         "expert_capacity": shape.capacity,
         "feed_forward_proj": "relu",
@@ -44,8 +43,8 @@ def config_of(shape: SwitchShape, end: int, pad: int) -> dict[str, object]:
         "num_experts": shape.experts,
         "num_heads": shape.heads,
         "num_layers": shape.layers,
-        "num_sparse_decoder_layers": sparse,
-        "num_sparse_encoder_layers": sparse,
+        "num_sparse_decoder_layers": shape.layers // shape.decoder_step,
+        "num_sparse_encoder_layers": shape.layers // shape.encoder_step,
         "pad_token_id": pad,
         "relative_attention_max_distance": shape.furthest,
         "relative_attention_num_buckets": shape.buckets,
