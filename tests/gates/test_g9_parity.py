@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES
-from moec.runtime import load
+from moec.runtime import kernels, load
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.kernels.profile import timed_kernels
 from tests.compiler.lowered import lowered, walked_logits
 from tests.gates.bundles import emit_bundle, stepwise_logits
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
@@ -104,6 +105,20 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(7).integers(0, VOCABULARY, PROMPT_TOKENS + DECODE_STEPS).tolist()
     bundle = emit_bundle(folder, tmp_path / "bundle")
     check_equal(our_logits(bundle, tokens), transformers_logits(folder, tokens))
+    if kernels.compiled() is not None:
+        check_calls(bundle)
+
+
+def check_calls(bundle: Path) -> None:
+    """A token takes two calls of the extension in each layer, and at most four outside layers."""
+    with load(bundle, expert_cache="50%", context=16) as engine:
+        assert engine.code_path.why_not_one_call is None
+        engine.prefill([5])
+        with timed_kernels() as times:
+            engine.decode([6], [0], [1])
+        layers, calls = engine.model.spec.num_layers, dict(times.calls)
+    assert calls.pop("experts_layer") == layers and calls.pop("attend", 0) + calls.pop("mix", 0) == layers
+    assert sum(calls.values()) <= 4, calls
 
 
 @pytest.mark.gate("G9")
