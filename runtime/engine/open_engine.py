@@ -217,4 +217,5 @@ def _native_modes(lossy: LossyDecoder | None) -> NativeModes | None:
     if lossy is None:
         return None
     cache = lossy.cache.native if isinstance(lossy.cache, NativeLogicalCache) else None
-    return NativeModes(lossy.modes, lossy.versions.low_indices.tolist(), cache)
+    parts = (lossy.modes, lossy.versions, lossy.cache)
+    return NativeModes(lossy.modes, parts, lossy.versions.low_indices.tolist(), cache)

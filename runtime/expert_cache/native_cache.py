@@ -156,8 +156,8 @@ class NativeCache(StreamingCache):
             raise ValueError("layers need native kernels")
         return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules, paths, lossy)
 
-    def begin_token(self) -> None:
-        """Prepare for a pass of one token through bound layers. Raises ExecutionError like `stream`."""
+    def begin_pass(self) -> None:
+        """Prepare for a pass through bound layers. Raises ExecutionError like `stream`."""
         self._require_process()
         self._require_kernels()
         if self._is_closed:

@@ -54,18 +54,18 @@ NORM_KINDS = (
 
 
 class AheadCounts(NamedTuple):
-    """Numbers of experts of a later layer that are read ahead in a kind of passes, as the extension takes them.
+    """Numbers of experts of a later layer in a kind of passes, as the extension takes them.
 
     top_k: experts of a token.
-    one: for one token, -1 if thresholds are learned.
+    advised: experts to read ahead for one token, -1 if thresholds are learned.
     predicted: the most that count as predicted.
-    each: for each of several tokens.
+    advised_each: experts to read ahead for each of several tokens.
     """
 
     top_k: int
-    one: int
+    advised: int
     predicted: int
-    each: int
+    advised_each: int
 
 
 class PredictedLayer(NamedTuple):
@@ -99,11 +99,13 @@ class PredictedLayer(NamedTuple):
 class NativeModes(NamedTuple):
     """Lossy modes of a run, for the extension.
 
+    parts: `shared_parts` of the choices that it can make.
     low: stored index of the low version of each expert, or -1.
     cache: the extension's LogicalCache; None if no mode reads it.
     """
 
     modes: LossyModes
+    parts: tuple[Any, ...]
     low: list[int]
     cache: Any
 
@@ -170,14 +172,18 @@ class PassExperts:
 
     def can_decide(self, choice: ExpertChoice | None) -> bool:
         """Return whether the extension changes the routers' choice in the same way."""
-        return choice is None or (self.lossy is not None and choice.native_kind is not None)
+        if choice is None:
+            return True
+        if self.lossy is None or choice.native_kind is None:
+            return False
+        return all(one is other for one, other in zip(choice.shared_parts, self.lossy.parts, strict=True))
 
     def begin(self, choice: ExpertChoice | None = None) -> None:
         """Begin a pass. Raises ExecutionError after a fork, or with other kernels than the cache has.
 
         choice: changes that lossy modes make. The extension makes them itself.
         """
-        self._cache.begin_token()
+        self._cache.begin_pass()
         self._choice = choice
         if choice is None:
             self.native.begin_pass()
@@ -327,8 +333,8 @@ class PassExperts:
         advisor, little = self._advisor, self._big_little
         is_next = not isinstance(self._predictor, PathPredictor) or self._predictor.is_next(at, later.ahead)
 
-        def counts(top_k: int, one: int, each: int) -> AheadCounts:
-            return AheadCounts(top_k, one, advisor.most_predicted(top_k, later), each)
+        def counts(top_k: int, advised: int, advised_each: int) -> AheadCounts:
+            return AheadCounts(top_k, advised, advisor.most_predicted(top_k, later), advised_each)
 
         top_ks = [later.top_k] if little is None else [later.top_k, little.little_top_k(later.top_k)]
         found = [

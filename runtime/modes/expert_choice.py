@@ -111,6 +111,10 @@ class PassChoice:
         self._recorded, self.foretold = recorded, foretold
 
     @property
+    def shared_parts(self) -> tuple[LossyModes, Versions, DecidingCache | None]:
+        return self._modes, self._versions, self._cache
+
+    @property
     def native_kind(self) -> str | None:
         if type(self) is not PassChoice:  # it decides by other rules
             return None

@@ -1,5 +1,6 @@
-"""Turn the scores of a predictor into experts that are read ahead. Results never depend on this advice.
+"""Turn the scores of a predictor into experts that are read ahead.
 
+Exact results never depend on this advice. Under lossy modes it fills the logical cache, by which they decide.
 A pass normally runs the native form, `look_ahead` in `native/experts/prefetch_advice.cpp`. This file is its
 specification, and advises in passes in steps.
 """

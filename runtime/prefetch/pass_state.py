@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,11 @@ class ExpertChoice(Protocol):
 
     foretold: Mapping[int, np.ndarray] | None
     """Logits [T, E] by layer of the pass that these tokens are computed again after, or None."""
+
+    @property
+    def shared_parts(self) -> tuple[Any, ...]:
+        """Modes, versions and cache, which all passes of an engine share."""
+        ...
 
     @property
     def native_kind(self) -> str | None:

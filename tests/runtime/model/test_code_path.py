@@ -47,7 +47,7 @@ def test_each_reason_is_the_one_of_the_run(
         assert engine.mode.partition(";")[0].startswith("mode: ") and path.to_text() in engine.mode
 
 
-def test_models_that_the_extension_does_not_know(tmp_path: Path) -> None:
+def test_an_encoder_other_kernels_and_a_plain_model(tmp_path: Path) -> None:
     switch = emit_bundle(save_tiny_switch(tmp_path / "switch"), tmp_path / "switch-moec")
     with load(switch, **SMALL) as engine:
         assert engine.code_path.to_text() == "cache native, layers in one call"

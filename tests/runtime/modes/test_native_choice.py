@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,30 @@ def test_experts_that_are_left_out_are_neither_chosen_nor_stand_in(tmp_path: Pat
     assert found.counts["replaced"]
 
 
+def test_many_sequences_of_a_little_model_look_two_layers_ahead(two_version_bundle: Path) -> None:
+    """Forty sequences need nearly all experts, however few the little model has."""
+    advice = []
+    for is_native in (True, False):
+        options: dict[str, Any] = {"lossy": f"big-little gamma=0,k=1 + {PRECISION}", "slots": 40, "cache_state": "cold"}
+        with load(two_version_bundle, context=16, expert_cache="50%", **options) as engine:
+            if not is_native:
+                engine.model.pass_experts = None
+            engine.begin_sequence()
+            engine.decode(list(range(4, 44)), range(40), [0] * 40)
+            assert engine.lossy is not None and engine.lossy.cache is not None
+            advice.append((engine.lossy.cache.bytes_read, asdict(engine.lossy.counts)))
+    assert advice[0] == advice[1]
+
+
+def test_a_choice_with_other_parts_takes_the_steps(two_version_bundle: Path) -> None:
+    with load(two_version_bundle, context=64, expert_cache="50%", lossy=ROUTING) as engine:
+        one_call, lossy = engine.model.pass_experts, engine.lossy
+        assert one_call is not None and lossy is not None
+        own = PassChoice(lossy.modes, lossy.versions, lossy.cache, lossy.counts)
+        other = PassChoice(replace(lossy.modes), lossy.versions, lossy.cache, lossy.counts)
+        assert one_call.can_decide(own) and not one_call.can_decide(other)
+
+
 def test_other_rules_take_the_steps(two_version_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement of PassChoice that draws its decisions, as benchmarks with random weights do."""
 
@@ -181,6 +205,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"drop": float("nan")}, "drop: expected a number from 0 to 1"),
     ({"little_experts": -1}, "little_experts: expected at least 0"),
     ({"cache": None}, "a mode decides by it"),
+    ({"cache": 3}, "a logical cache of the extension"),
     ({"low": [24] * 24}, "different stored low versions"),
     ({"low": [-1] * 24}, "every stored low version once"),
     ({"low": [-1] * 60}, "every stored low version once"),
@@ -222,7 +247,13 @@ def test_passes_that_do_not_fit_are_refused(two_version_bundle: Path) -> None:
         ):
             with pytest.raises(ValueError, match=told):
                 native.begin_pass(kind, foretold)
+        with pytest.raises(ValueError, match="sequences: expected at least 1"):
+            native.run(0, np.zeros((1, engine.model.spec.hidden_size), np.float32), 0)
+        with pytest.raises(ValueError, match="foretold: found a value of another type"):
+            native.begin_pass("all", {"first": np.zeros((1, 8), np.float32)})
         native.begin_pass("all", {0: np.zeros((2, 8), np.float32)})
+        with pytest.raises(ValueError, match="foretold"):  # a refused call changes nothing
+            native.begin_pass("all", {0: np.zeros((1, 7), np.float32)})
         with pytest.raises(ValueError, match="hidden"):
             native.run(0, np.zeros((1, engine.model.spec.hidden_size), np.float32))
         logical = engine.lossy.cache.native  # type: ignore[union-attr]

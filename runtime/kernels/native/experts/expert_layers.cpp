@@ -4,9 +4,7 @@
 #include "experts/expert_layers.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
-
 
 namespace moec {
 namespace {
@@ -51,7 +49,8 @@ void ExpertLayers::end_pass() {
     if (has_one()) {
         return;
     }
-    for (std::vector<float>* const values : {&normed_, &router_input_, &shared_input_, &weights_, &parts_, &sum_, &kept_, &shared_weights_, &logits}) {
+    for (std::vector<float>* const values :
+         {&normed_, &router_input_, &shared_input_, &weights_, &parts_, &sum_, &shared_weights_, &logits}) {
         std::vector<float>().swap(*values);
     }
     for (Indices* const places : {&starts_, &token_rows_, &part_rows_}) {
@@ -95,15 +94,17 @@ bool ExpertLayers::select(const ExpertLayerView& layer) {
         return true;
     }
     versions_ = chosen;
-    std::fill(parts_.begin(), parts_.end(), 0.0f);  // a rank without an expert is added as well
     if (choice_ != nullptr && layer.router != nullptr) {
         const Routed routed{layer.layer, layer.first_expert, rows_.tokens, top_k_, &layer.routing, logits.data()};
         if (!choice_->select(routed, versions_, weights_)) {
             return false;
         }
     }
-    if (layer.capacity > 0 && rows_.slots != nullptr) {
+    if (layer.capacity > 0) {
         keep_within_capacity(layer);
+    }
+    if (contains(versions_, kNoExpert)) {
+        std::fill(parts_.begin(), parts_.end(), 0.0f);  // a rank without an expert is added as well
     }
     return true;
 }

@@ -149,7 +149,7 @@ class ExpertLayers {
     Outcome run(size_t at, const PassRows& rows, const std::function<bool()>& is_interrupted);
     // Forget predictions that will not be compared with a choice, because another pass comes first.
     void forget_guesses() { thresholds_.forget_guesses(); }
-    // Call before each pass. is_lossy: whether lossy modes decide in it, as their own `begin_pass` was told.
+    // Call before each pass. is_lossy: whether lossy modes decide in it. Call LossyChoice::begin_pass first.
     void begin_pass(bool is_lossy) {
         has_predicted_ = false;
         choice_ = is_lossy ? lossy_ : nullptr;
@@ -191,6 +191,7 @@ class ExpertLayers {
     Indices stored_for_many(const LayerAhead& ahead, const Indices& experts, const std::vector<float>& least) const;
     bool take_advice(const LayerAhead& ahead, const Indices& experts, const Indices& stored);
     bool is_held(const Indices& stored);
+    bool is_near(const LayerAhead& ahead) const;
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_one(const ExpertLayerView& layer, const Indices& found);
     bool compute_many(const ExpertLayerView& layer, const Indices& found);
@@ -229,7 +230,7 @@ class ExpertLayers {
     std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
-    std::vector<float> normed_, router_input_, shared_input_, weights_, parts_, sum_, kept_, shared_weights_;
+    std::vector<float> normed_, router_input_, shared_input_, weights_, parts_, sum_, shared_weights_;
     // Choices of several tokens, expert by expert: those of expert e are [starts_[e], starts_[e + 1]) of the two others.
     Indices starts_, token_rows_, part_rows_;
 };

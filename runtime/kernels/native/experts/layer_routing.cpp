@@ -3,7 +3,6 @@
 #include "experts/layer_routing.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace moec {

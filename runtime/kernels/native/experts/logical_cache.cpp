@@ -26,6 +26,7 @@ LogicalCache::LogicalCache(ResidencyFacts facts, std::vector<double> heat, int64
     : OwnColumns(facts.sizes.size(), std::move(heat)), Residency(std::move(facts), OwnColumns::view(), &counts, capacity, pin_limit) {}
 
 void LogicalCache::fill(const Indices& indices) {
+    const Lock lock(mutex_);
     for (const int64_t index : indices) {
         if (fits_free(index)) {
             begin_warm(index);
@@ -34,18 +35,39 @@ void LogicalCache::fill(const Indices& indices) {
     }
 }
 
+bool LogicalCache::is_resident(int64_t index) const {
+    const Lock lock(mutex_);
+    return columns_.state[index] == kResident;
+}
+
+void LogicalCache::restart_sequence() {
+    const Lock lock(mutex_);
+    begin_sequence();
+}
+
+int64_t LogicalCache::bytes_read() const {
+    const Lock lock(mutex_);
+    return counts_->bytes_read;
+}
+
+void LogicalCache::read_ahead(const Indices& indices) {
+    const Lock lock(mutex_);
+    advise_and_read(indices);
+}
+
 int64_t LogicalCache::serve(int64_t layer, const Indices& experts, const Indices& ahead) {
+    const Lock lock(mutex_);
     Indices hits, misses;
     request(layer, experts, hits, misses);
     queue_and_lease(misses);
     end_reads();
     const bool reads_ahead_behind_hits = !hits.empty() && !misses.empty();
     if (!reads_ahead_behind_hits) {
-        read_ahead(ahead);
+        advise_and_read(ahead);
     }
     release(hits);
     if (reads_ahead_behind_hits) {
-        read_ahead(ahead);
+        advise_and_read(ahead);
     }
     while (!misses.empty()) {
         queue_and_lease(misses);
@@ -64,7 +86,7 @@ int64_t LogicalCache::serve(int64_t layer, const Indices& experts, const Indices
     return -1;
 }
 
-void LogicalCache::read_ahead(const Indices& indices) {
+void LogicalCache::advise_and_read(const Indices& indices) {
     if (!indices.empty()) {  // without new advice the older advice stays
         advise(indices);
         end_reads();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "experts/residency.h"
@@ -28,16 +29,22 @@ class LogicalCache : private OwnColumns, public Residency {
 
     // Fill free capacity in this order. Evicts nothing.
     void fill(const Indices& indices);
-    bool is_resident(int64_t index) const { return columns_.state[index] == kResident; }
+    bool is_resident(int64_t index) const;
     // Request experts for one layer of one pass, then read ahead. Returns an expert that does not fit, or -1.
     int64_t serve(int64_t layer, const Indices& experts, const Indices& ahead);
     void read_ahead(const Indices& indices);
+    void restart_sequence();
     int64_t num_layers() const { return facts_.num_layers; }
-    int64_t bytes_read() const { return counts_->bytes_read; }
+    int64_t bytes_read() const;
 
   private:
+    using Lock = std::lock_guard<std::mutex>;
+
+    void advise_and_read(const Indices& indices);
     void end_reads();
     void release(const Indices& indices);
+
+    mutable std::mutex mutex_;  // a layer runs without the lock of the interpreter
 };
 
 }  // namespace moec

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <utility>
 
 namespace moec {
@@ -36,7 +34,7 @@ std::vector<float> least_unimportance(const int32_t* chosen, const float* weight
             const int32_t expert = chosen[t * top_k + rank];
             if (expert != kNoExpert) {
                 float& own = least[static_cast<size_t>(expert)];
-                own = std::min(own, static_cast<float>(before));
+                own = own <= static_cast<float>(before) ? own : static_cast<float>(before);  // NaN stays
             }
             before += shares[static_cast<size_t>(rank)];
         }
@@ -129,7 +127,8 @@ void LossyChoice::count_choice(const Routed& routed, const std::vector<int32_t>&
     for (int64_t t = 0; t < routed.tokens; ++t) {
         const float* const own = weights.data() + t * routed.top_k;
         std::vector<float> ranked(own, own + routed.top_k);
-        std::sort(ranked.begin(), ranked.end());
+        std::sort(ranked.begin(), ranked.end(),
+                  [](float one, float other) { return one < other || (std::isnan(other) && !std::isnan(one)); });
         shares.push_back(numpy_sum(ranked.data(), routed.top_k / 2) / std::max(numpy_sum(own, routed.top_k), 1e-20f));
     }
     counts.lower_half += numpy_sum(shares.data(), routed.tokens);
@@ -158,16 +157,16 @@ bool LossyChoice::count_foretold(const Routed& routed, const std::vector<int32_t
 // Replaces misses by cached experts within the margin, or drops them. The best expert of a token stays.
 void LossyChoice::take_cached(const Routed& routed, std::vector<int32_t>& chosen, std::vector<float>& weights) {
     bool is_changed = false;
-    std::vector<std::vector<float>> scores;
     for (int64_t t = 0; t < routed.tokens; ++t) {
         int32_t* const row = chosen.data() + t * routed.top_k;
         const std::vector<float> shares = shares_of(weights.data() + t * routed.top_k, routed.top_k);
-        scores.push_back(routed.routing->scores(routed.logits + t * routed.routing->experts));
+        Candidates near;  // made at the first miss
         double unimportance = 0.0;
         for (const int64_t rank : by_share(shares)) {
             const float share = shares[static_cast<size_t>(rank)];
             if (unimportance != 0.0 && !is_cached(routed, unimportance, row[rank])) {
-                const int64_t instead = in_place_of(routed, unimportance, scores.back(), row, rank, share);
+                near = near.scores.empty() ? candidates(routed, t) : near;
+                const int64_t instead = in_place_of(routed, unimportance, near, row, rank, share);
                 is_changed |= instead != row[rank];
                 row[rank] = static_cast<int32_t>(instead);
             }
@@ -176,16 +175,29 @@ void LossyChoice::take_cached(const Routed& routed, std::vector<int32_t>& chosen
     }
     for (int64_t t = 0; is_changed && t < routed.tokens; ++t) {
         const int64_t at = t * routed.top_k;
-        routed.routing->weigh(scores[static_cast<size_t>(t)], chosen.data() + at, routed.top_k, weights.data() + at);
+        const std::vector<float> scores = routed.routing->scores(routed.logits + t * routed.routing->experts);
+        routed.routing->weigh(scores, chosen.data() + at, routed.top_k, weights.data() + at);
     }
 }
 
-int64_t LossyChoice::in_place_of(const Routed& routed, double unimportance, const std::vector<float>& scores, const int32_t* row,
+LossyChoice::Candidates LossyChoice::candidates(const Routed& routed, int64_t token) const {
+    const int64_t count = routed.routing->experts;
+    Candidates found{routed.routing->scores(routed.logits + token * count), {}};
+    const std::vector<uint8_t> allowed = routed.routing->allowed(found.scores);
+    for (const int64_t expert : largest(found.scores.data(), count, count)) {
+        if (allowed[static_cast<size_t>(expert)] != 0) {
+            found.best.push_back(expert);
+        }
+    }
+    return found;
+}
+
+int64_t LossyChoice::in_place_of(const Routed& routed, double unimportance, const Candidates& near, const int32_t* row,
                                  int64_t rank, float share) {
     const int64_t missed = row[rank];
-    const double least = (1.0 - rules_.margin) * scores[static_cast<size_t>(missed)];
+    const double least = (1.0 - rules_.margin) * near.scores[static_cast<size_t>(missed)];
     if (rules_.margin > 0.0 && least > 0.0) {
-        const int64_t stand_in = best_cached(routed, unimportance, scores, row, static_cast<float>(least));
+        const int64_t stand_in = best_cached(routed, unimportance, near, row, static_cast<float>(least));
         if (stand_in >= 0) {
             ++counts.replaced;
             return stand_in;
@@ -199,15 +211,14 @@ int64_t LossyChoice::in_place_of(const Routed& routed, double unimportance, cons
 }
 
 // The cached expert with the best score from `least` on that the token may choose and has not chosen, or -1.
-int64_t LossyChoice::best_cached(const Routed& routed, double unimportance, const std::vector<float>& scores, const int32_t* row,
+int64_t LossyChoice::best_cached(const Routed& routed, double unimportance, const Candidates& near, const int32_t* row,
                                  float least) const {
-    const std::vector<uint8_t> allowed = routed.routing->allowed(scores);
-    for (const int64_t expert : largest(scores.data(), routed.routing->experts, routed.routing->experts)) {
-        if (!(scores[static_cast<size_t>(expert)] >= least)) {
+    for (const int64_t expert : near.best) {
+        if (!(near.scores[static_cast<size_t>(expert)] >= least)) {
             break;
         }
         const bool is_chosen = std::find(row, row + routed.top_k, expert) != row + routed.top_k;
-        if (allowed[static_cast<size_t>(expert)] != 0 && !is_chosen && is_cached(routed, unimportance, expert)) {
+        if (!is_chosen && is_cached(routed, unimportance, expert)) {
             return expert;
         }
     }

@@ -67,7 +67,7 @@ class LossyChoice {
     int64_t requested(int64_t layer, const Indices& experts, const Indices& ahead);
     int64_t stored(int64_t first_expert, int64_t experts, int64_t version) const;
     int64_t version_of(int64_t first_expert, int64_t experts, int64_t stored) const;
-    // Whether an expert need not be read, if the modes decide that.
+    // The cache by which the modes decide; null if none reads it.
     const LogicalCache* cache() const { return cache_; }
 
     // Stored versions that predicted experts of a layer need, likeliest first. scores: of the experts.
@@ -87,9 +87,15 @@ class LossyChoice {
     void count_choice(const Routed& routed, const std::vector<int32_t>& chosen, const std::vector<float>& weights);
     bool count_foretold(const Routed& routed, const std::vector<int32_t>& chosen);
     void take_cached(const Routed& routed, std::vector<int32_t>& chosen, std::vector<float>& weights);
-    int64_t in_place_of(const Routed& routed, double unimportance, const std::vector<float>& scores, const int32_t* row,
-                        int64_t rank, float share);
-    int64_t best_cached(const Routed& routed, double unimportance, const std::vector<float>& scores, const int32_t* row,
+    // Experts that a token may choose, best first, and their scores, [E].
+    struct Candidates {
+        std::vector<float> scores;
+        Indices best;
+    };
+    Candidates candidates(const Routed& routed, int64_t token) const;
+    int64_t in_place_of(const Routed& routed, double unimportance, const Candidates& near, const int32_t* row, int64_t rank,
+                        float share);
+    int64_t best_cached(const Routed& routed, double unimportance, const Candidates& near, const int32_t* row,
                         float least) const;
     void take_versions(const Routed& routed, std::vector<int32_t>& chosen, std::vector<float>& weights);
 

@@ -213,6 +213,13 @@ bool ExpertLayers::take_advice(const LayerAhead& ahead, const Indices& experts, 
     return !ahead.stops_at_miss || is_held(stored);
 }
 
+// Whether a layer is looked at in this pass: the next one, or a later one for a single token, or for so many tokens that they
+// need nearly all of its experts.
+bool ExpertLayers::is_near(const LayerAhead& ahead) const {
+    const int64_t choices = rows_.tokens * ahead.counts[0].top_k;
+    return ahead.rank == 1 || has_one() || choices >= limits_.choices_for_all * ahead.num_experts;
+}
+
 const AheadCounts& ExpertLayers::counts_of(const LayerAhead& ahead) const {
     const size_t kind = choice_ == nullptr ? 0 : choice_->kind() == PassKind::kLittle ? 1 : is_again() ? 2 : 0;
     return ahead.counts[kind];
@@ -248,7 +255,7 @@ ExpertLayers::Indices ExpertLayers::stored_for_many(const LayerAhead& ahead, con
 bool ExpertLayers::look_ahead_of_one(const ExpertLayerView& layer) {
     std::vector<NormedRouter> routers;
     for (const LayerAhead& ahead : layer.ahead) {
-        if (ahead.router.matrix != nullptr) {
+        if (ahead.router.matrix != nullptr && counts_of(ahead).advised != 0) {
             routers.push_back(ahead.router);
         }
     }
@@ -261,7 +268,6 @@ bool ExpertLayers::look_ahead_of_one(const ExpertLayerView& layer) {
     const float* row = shares.data();
     for (const LayerAhead& ahead : layer.ahead) {
         if (counts_of(ahead).advised == 0) {
-            row += ahead.router.matrix == nullptr ? 0 : width;
             continue;
         }
         const Ranked best = predict(ahead, row, static_cast<int64_t>(width));
@@ -278,10 +284,8 @@ bool ExpertLayers::look_ahead_again(const ExpertLayerView& layer) {
     for (const LayerAhead& ahead : layer.ahead) {
         const AheadCounts& counts = counts_of(ahead);
         const float* const foretold = ahead.layer > layer.layer ? choice_->foretold(ahead.layer) : nullptr;
-        const bool is_near = ahead.rank == 1 || has_one() ||
-                             rows_.tokens * counts.top_k >= limits_.choices_for_all * ahead.num_experts;
         const int64_t count = rows_.tokens * counts.advised_each;
-        if (foretold == nullptr || !is_near || count == 0) {
+        if (foretold == nullptr || !is_near(ahead) || count == 0) {
             continue;
         }
         std::vector<float> demand(static_cast<size_t>(ahead.num_experts), 0.0f), least;
@@ -317,12 +321,13 @@ bool ExpertLayers::foresee(const LayerAhead& ahead, const float* predicted, std:
 }
 
 // The number of experts of a later layer that are worth reading ahead for the tokens of this pass. After a prompt of one
-// sequence, the next pass has one token, and after an encoder, one of each sequence. Of that token only popularity is known, which learned thresholds do not take.
+// sequence, the next pass has one token, and after an encoder, one of each sequence. Of the token after a prompt only
+// popularity is known, which learned thresholds do not take.
 int64_t ExpertLayers::advised_to_many(const ExpertLayerView& layer, const LayerAhead& ahead) const {
     const bool is_of_next_pass = ahead.layer <= layer.layer;
     const bool is_after_encoder = layer.layer < limits_.first_decoder && limits_.first_decoder <= ahead.layer;
     const AheadCounts& counts = counts_of(ahead);
-    if (ahead.rank > 1 && rows_.tokens * counts.top_k < limits_.choices_for_all * ahead.num_experts) {
+    if (!is_near(ahead)) {
         return 0;
     }
     int64_t tokens = rows_.tokens;

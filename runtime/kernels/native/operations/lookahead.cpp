@@ -1,5 +1,5 @@
-// Scores of the experts of later layers: norm, product, softmax or the router's rule. For one token one product serves all routers. The scores of
-// several tokens are added.
+// Scores of the experts of later layers: norm, product, softmax or the router's rule. For one token one product serves all
+// routers. The scores of several tokens are added.
 
 #include <algorithm>
 #include <cmath>

@@ -163,7 +163,7 @@ void bind_cache(nb::module_& module) {
         .def(
             "read_ahead", [](LogicalCache& cache, const Indices& indices) { cache.read_ahead(checked_of(cache, indices)); },
             "indices"_a)
-        .def("begin_sequence", [](LogicalCache& cache) { cache.begin_sequence(); })
+        .def("begin_sequence", [](LogicalCache& cache) { cache.restart_sequence(); })
         .def_prop_ro("bytes_read", &LogicalCache::bytes_read);
     nb::class_<BoundCache>(module, "ExpertCache")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,

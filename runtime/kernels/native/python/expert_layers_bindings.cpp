@@ -31,7 +31,7 @@ using Counts = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, Counts, bool, nb::object, nb::object, nb::object, nb::object,
                          nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 // A routing rule that is no plain softmax: scoring, correction or None, groups, groups that are kept, whether a group is rated by
-// its best two, margin, whether logits are corrected.
+// its best two, margin, whether logits are corrected, what is added to the sum of the weights.
 using Rule = std::tuple<std::string, nb::object, int64_t, int64_t, bool, float, bool, float>;
 
 nb::object field(const nb::dict& fields, const char* name) {
@@ -74,10 +74,10 @@ class BoundLayers {
         }
         count_ = static_cast<int64_t>(layers.size());
         if (!paths.is_none()) {
-            paths_ = paths_of(nb::cast<nb::dict>(paths));
+            paths_ = paths_of(cast_or_refuse<nb::dict>(paths, "paths"));
         }
         if (!lossy.is_none()) {
-            lossy_ = lossy_of(nb::cast<nb::dict>(lossy));
+            lossy_ = lossy_of(cast_or_refuse<nb::dict>(lossy, "lossy"));
         }
         std::vector<ExpertLayerView> views;
         for (nb::handle fields : layers) {
@@ -85,6 +85,10 @@ class BoundLayers {
                 refuse("layers: expected a dictionary for each");
             }
             views.push_back(view_of(nb::cast<nb::dict>(fields), size));
+            if (views.back().layer != static_cast<int64_t>(views.size()) - 1) {
+                refuse("layer: expected the place in the list, " + std::to_string(views.size() - 1) + ", found " +
+                       std::to_string(views.back().layer));
+            }
         }
         expect_predictions(views);
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
@@ -114,15 +118,16 @@ class BoundLayers {
             refuse("kind: expected one without a little model, found " + kind);
         }
         std::map<int64_t, std::vector<float>> logits;
-        foretold_rows_ = -1;
+        int64_t tokens = -1;
         for (auto [layer, rows] : foretold) {
             const Array found(rows, "foretold", Kind::kFloat32, 2);
-            const size_t at = checked(nb::cast<int64_t>(layer));
-            found.expect({foretold_rows_ < 0 ? found.size(0) : foretold_rows_, experts_of_[at]});
-            foretold_rows_ = found.size(0);
+            const size_t at = checked(cast_or_refuse<int64_t>(layer, "foretold"));
+            found.expect({tokens < 0 ? found.size(0) : tokens, experts_of_[at]});
+            tokens = found.size(0);
             const float* const values = found.data<const float>();
             logits[static_cast<int64_t>(at)].assign(values, values + found.size(0) * found.size(1));
         }
+        foretold_rows_ = tokens;  // only now, so that a refused call changes nothing
         lossy_->begin_pass(named, std::move(logits));
         layers_->begin_pass(true);
     }
@@ -148,6 +153,9 @@ class BoundLayers {
         if (hidden.size(0) < 1) {
             refuse("hidden: expected at least one token");
         }
+        if (sequences < 1) {
+            refuse("sequences: expected at least 1, found " + std::to_string(sequences));
+        }
         const size_t index = checked(at);
         if (foretold_rows_ >= 0) {
             hidden.expect({foretold_rows_, layers_->size()});
@@ -158,6 +166,8 @@ class BoundLayers {
             slots = std::make_unique<Array>(slots_object, "slots", Kind::kInt32, 1);
             slots->expect({hidden.size(0)});
             rows.slots = slots->data<const int32_t>();
+        } else if (has_capacity_[index]) {
+            refuse("slots: expected one of each token, because experts of the layer have a capacity");
         }
         const Turn turn(*this);
         ExpertLayers::Outcome outcome;
@@ -296,6 +306,10 @@ class BoundLayers {
         view.routing.scale = value<float>(fields, "weight_scale");
         view.residual_scale = value<float>(fields, "residual_scale");
         view.capacity = value<int64_t>(fields, "capacity");
+        if (view.capacity < 0) {
+            refuse("capacity: expected at least 0, found " + std::to_string(view.capacity));
+        }
+        has_capacity_.push_back(view.capacity > 0);
         view.stream_scale = value<float>(fields, "stream_scale");
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
             view.router = matrix(router);
@@ -419,6 +433,9 @@ class BoundLayers {
         const nb::object cache = field(fields, "cache");
         LogicalCache* logical = nullptr;
         if (!cache.is_none()) {
+            if (!nb::isinstance<LogicalCache>(cache)) {
+                refuse("cache: expected a logical cache of the extension");
+            }
             logical = &nb::cast<LogicalCache&>(cache);
             if (logical->count() != stored) {
                 refuse("cache: expected one of " + std::to_string(stored) + " experts");
@@ -474,20 +491,18 @@ class BoundLayers {
         }
         if (path.first >= 0) {
             expect_path(path, running, layer, count);
-            expect_experts(first, count);
         }
         if (rank < 1 || layer < 0 || !is_count(count) || experts.size() != scores.size()) {
             refuse("ahead: expected a rank of at least 1, and a score for each expert");
         }
+        expect_experts(first, count);
         if (lossy_ != nullptr && layer >= count_) {
             refuse("ahead: expected a layer below " + std::to_string(count_) + ", found " + std::to_string(layer));
         }
         for (const int64_t expert : experts) {
-            if (expert < 0 || expert >= cache_->count()) {
-                refuse("first_expert: expected known experts below " + std::to_string(cache_->count()) + ", found " +
-                       std::to_string(expert));
+            if (expert < 0 || expert >= count) {
+                refuse("known experts: expected some below " + std::to_string(count) + ", found " + std::to_string(expert));
             }
-            expect_experts(first, expert + 1);
         }
         return ahead;
     }
@@ -565,6 +580,7 @@ class BoundLayers {
     PathTables paths_{};
     std::unique_ptr<LossyChoice> lossy_;
     std::vector<int64_t> experts_of_;  // of each layer
+    std::vector<bool> has_capacity_;
     int64_t foretold_rows_ = -1;       // of the pass; -1: nothing was foretold
     std::vector<std::unique_ptr<Array>> arrays_;
     std::vector<std::unique_ptr<RoutingRule>> rules_;
