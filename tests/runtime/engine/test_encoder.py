@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import eviction_order
 from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import bundle_records, expert_records, warm_order
 from moec.runtime.layers.attention import CrossAttention
 from moec.runtime.layers.kv_cache import KVCache
@@ -32,6 +34,7 @@ from moec.runtime.trace.trace import Access, Trace, TraceHeader, TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import pack_16_bit
 from tests.manifests.examples import CROSS, WITH_ENCODER
+from tests.runtime.cache_kinds import caches_of
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, Oracle, TinySwitch, save_tiny_switch
 
@@ -82,13 +85,22 @@ def asked(trace: TraceRecorder, experts_per_layer: int = 6) -> list[Access]:
 
 @pytest.mark.parametrize("prefetch", ["off", "lookahead", "popularity"])
 def test_an_expert_of_the_encoder_is_read_once_per_pass(bundle: Path, prefetch: str) -> None:
-    """With room for one layer's experts, and from a cache that the decoder has filled."""
+    """With room for one layer's experts, and from a cache that the decoder has filled.
+
+    Every read of the cache in Python can be counted; the native one decides in the same way.
+    """
     manifest = open_bundle(bundle).manifest
     first = manifest.model.first_decoder_layer
     encoder = {index for index, entry in enumerate(manifest.experts) if entry.layer < first}
     room = 3 * max(entry.size_bytes for entry in manifest.experts)
     # Random weights make popularity no guide, which the rule `likely` would find out.
-    with load(bundle, expert_cache=f"{room}", prefetch=prefetch, prefetch_rule="spread", context=128) as engine:
+    options: dict[str, Any] = {
+        "expert_cache": f"{room}",
+        "prefetch": prefetch,
+        "prefetch_rule": "spread",
+        "context": 128,
+    }
+    with caches_of(PythonCache), load(bundle, **options) as engine:
         engine.cache.finish_warming()
         for _ in range(3):
             trace = engine.model.trace = recorder(engine)
