@@ -170,7 +170,7 @@ bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev,bench]"
 	$(BIN)/python -m bench.yardstick build/yardstick --results build/yardstick/results
 
-bench-shapes: $(READY)  ## Shapes of six published models, and llama.cpp: hours, 40 GB in build/shapes, root
+bench-shapes: $(READY)  ## Shapes of seven published models, and llama.cpp: hours, 40 GB in build/shapes, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev,bench]"
 	$(BIN)/python -m bench.shapes build/shapes --results build/shapes/results
 

@@ -56,7 +56,8 @@ class RandomTensors(Mapping[str, TensorRef]):
 
     def __contains__(self, name: object) -> bool:
         is_stack = str(name).endswith(("gate_up_proj", "down_proj", "input_linear.weight"))
-        return (self._is_stacked or not is_stack) and name != "lm_head.weight"
+        is_copy = name == "lm_head.weight" or str(name).endswith("coder.embed_tokens.weight")
+        return (self._is_stacked or not is_stack) and not is_copy
 
     def __getitem__(self, name: str) -> TensorRef:
         return TensorRef("random", "BF16", self.shapes.get(name, (1,)), 0, 0)
@@ -85,7 +86,7 @@ class RandomCheckpoint(Checkpoint):
             is_norm = "norm" in name or last == "scale"
             return torch.full(shape, 0.0 if is_offset or not is_norm else 1.0)
         weights: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        if "embed" in name:
+        if "embed" in name or name == "shared.weight":
             shared = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * SHARED_DIRECTION**0.5
             weights = weights * shape[-1] ** 0.5 * (1 - SHARED_DIRECTION) ** 0.5 + shared
         weights = weights * OUTPUT_SCALE if name.endswith(_OUTPUTS) else weights
