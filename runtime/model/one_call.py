@@ -157,6 +157,7 @@ class PassExperts:
         self._spec, self._norms, self._routers = spec, norms, routers
         self._experts, self._shared, self.lossy = experts, shared, lossy
         self._choice: ExpertChoice | None = None
+        self._recording: ExpertChoice | None = None
         fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
         modes = None if lossy is None else lossy.to_plain()
@@ -184,18 +185,20 @@ class PassExperts:
         choice: changes that lossy modes make. The extension makes them itself.
         """
         self._cache.begin_pass()
-        self._choice = choice
+        self._choice = self._recording = None
         if choice is None:
             self.native.begin_pass()
-        else:
-            self.native.begin_pass(choice.native_kind, dict(choice.foretold or {}))
+            return
+        kind = choice.native_kind
+        self.native.begin_pass(kind, dict(choice.foretold or {}))
+        self._choice, self._recording = choice, choice if kind == "little" else None
 
     def end(self) -> None:
         """End a pass. Memory for several tokens is freed, because the expert cache uses it between passes."""
         self.native.end_pass()
         if self._choice is not None:
             self._choice.add_counts(self.native.take_counts())
-            self._choice = None
+            self._choice = self._recording = None
 
     def forget_guesses(self) -> None:
         """Drop the predictions of the next token. They are not compared, because another pass comes first."""
@@ -228,8 +231,8 @@ class PassExperts:
         found = kernels.experts_layer(self.native, layer, hidden, sequences, slots)
         state, expert, *spent_ns, demanded, predicted = found
         self._cache.check_end(state, expert)
-        if self._choice is not None and self._choice.native_kind == "little" and self._routers[layer] is not None:
-            self._choice.take(layer, np.frombuffer(self.native.logits, np.float32).reshape(len(hidden), -1))
+        if self._recording is not None and self._routers[layer] is not None:
+            self._recording.take(layer, np.frombuffer(self.native.logits, np.float32).reshape(len(hidden), -1))
         dense_ns, experts_ns, shared_ns = spent_ns
         times.dense_ns += dense_ns - shared_ns
         if predicted >= 0:

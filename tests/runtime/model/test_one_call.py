@@ -20,13 +20,12 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.options.runtime import RuntimeOptions
-from moec.runtime.prefetch.advisor import Advisor
-from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import PathPredictor, PopularityPredictor
 from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
 from tests.runtime.learned_bundle import with_maps
+from tests.runtime.watched_layers import watched_layers
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
@@ -101,9 +100,8 @@ class Run:
         assert isinstance(cache, NativeCache)
         if not reads_ahead:  # what is in memory then depends on what was asked for alone, not on what has arrived
             assert cache.reads.resize(cache.capacity_bytes, 0)
-        self.engine, self.calls, self.advice = engine, 0, list[list[int]]()
-        with pytest.MonkeyPatch.context() as patched:
-            self.watch(patched)
+        self.engine = engine
+        with watched_layers() as watched:
             model.trace = TraceRecorder(model.times, lambda: cache.stats)
             self.rows = self.one_by_one()
             model.trace.end()
@@ -111,30 +109,13 @@ class Run:
             model.trace = None
             engine.begin_sequence()
             self.rows += [model.logits(engine.step(*each)) for each in passes()]
+        self.calls, self.advice = watched.calls, watched.advice
         self.stats, self.times = cache.stats, model.times
         self.decisions = [getattr(self.stats, name) for name in DECISIONS]
         self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
         self.thresholds = [self.threshold(*pair) for pair in ((0, 1), (0, 2), (1, 2), (2, 0))]
         assert not cache.leased().size
         cache.check_invariants()
-
-    def watch(self, patched: pytest.MonkeyPatch) -> None:
-        """Note the advice of each layer, and count the layers that go in one call."""
-        one_call, advise = kernels.experts_layer, Advisor.advise
-
-        def counted(native: Any, layer: int, *rest: Any) -> Any:
-            found = one_call(native, layer, *rest)
-            self.calls += 1
-            self.advice.append(list(native.advice))
-            return found
-
-        def noted(advisor: Advisor, state: PassState) -> Any:
-            found = advise(advisor, state)
-            self.advice.append(list(found[1]))
-            return found
-
-        patched.setattr(kernels, "experts_layer", counted)
-        patched.setattr(Advisor, "advise", noted)
 
     def one_by_one(self) -> list[np.ndarray]:
         engine, rows, learned = self.engine, list[np.ndarray](), list[float]()
@@ -452,17 +433,15 @@ class EncodedRun:
     """Logits, decisions and advice of a model with an encoder: prompts of several slots, then their tokens."""
 
     def __init__(self, engine: Engine) -> None:
-        cache, model, self.advice = engine.cache, engine.model, list[list[int]]()
+        cache, model = engine.cache, engine.model
         assert isinstance(cache, NativeCache) and cache.reads.resize(cache.capacity_bytes, 0)
-        with pytest.MonkeyPatch.context() as patched:
-            Run.watch(self, patched)  # type: ignore[arg-type]
+        with watched_layers() as watched:
             self.rows = self.run(engine)
+        self.calls, self.advice = watched.calls, watched.advice
         self.decisions = [getattr(cache.stats, name) for name in DECISIONS]
         self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
         assert not cache.leased().size
         cache.check_invariants()
-
-    calls = 0
 
     @staticmethod
     def run(engine: Engine) -> list[np.ndarray]:

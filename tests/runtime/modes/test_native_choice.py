@@ -15,10 +15,9 @@ from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.model.one_call import PASS_RULES
 from moec.runtime.modes.expert_choice import PassChoice
 from moec.runtime.modes.logical_cache import NativeLogicalCache
-from moec.runtime.prefetch.advisor import Advisor
-from moec.runtime.prefetch.pass_state import PassState
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole
+from tests.runtime.watched_layers import watched_layers
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
@@ -33,12 +32,12 @@ class Decoded:
     """Logits, decisions, advice and learned thresholds of an engine: prompts, single tokens, several sequences."""
 
     def __init__(self, engine: Engine) -> None:
-        cache, model, self.calls, self.advice = engine.cache, engine.model, 0, list[list[int]]()
+        cache, model = engine.cache, engine.model
         assert isinstance(cache, NativeCache) and isinstance(engine.lossy, LossyDecoder)
         assert cache.reads.resize(cache.capacity_bytes, 0)  # nothing is read ahead, so no decision depends on time
-        with pytest.MonkeyPatch.context() as patched:
-            self.watch(patched)
+        with watched_layers() as watched:
             self.rows = self.run(engine)
+        self.calls, self.advice = watched.calls, watched.advice
         self.counts = asdict(engine.lossy.counts)
         self.stats = [getattr(cache.stats, name) for name in DECISIONS]
         self.logical = None if engine.lossy.cache is None else engine.lossy.cache.bytes_read
@@ -47,24 +46,6 @@ class Decoded:
         self.thresholds = [learned.threshold(*pair) for pair in ((0, 1), (0, 2), (1, 2), (2, 0))]
         assert not cache.leased().size
         cache.check_invariants()
-
-    def watch(self, patched: pytest.MonkeyPatch) -> None:
-        """Note the advice of each layer, and count the layers that go in one call."""
-        one_call, advise = kernels.experts_layer, Advisor.advise
-
-        def counted(native: Any, layer: int, *rest: Any) -> Any:
-            found = one_call(native, layer, *rest)
-            self.calls += 1
-            self.advice.append(list(native.advice))
-            return found
-
-        def noted(advisor: Advisor, state: PassState) -> Any:
-            found = advise(advisor, state)
-            self.advice.append(list(found[1]))
-            return found
-
-        patched.setattr(kernels, "experts_layer", counted)
-        patched.setattr(Advisor, "advise", noted)
 
     @staticmethod
     def run(engine: Engine) -> list[np.ndarray]:

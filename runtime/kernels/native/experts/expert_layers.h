@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "experts/expert_cache.h"
-#include "experts/layer_routing.h"
+#include "operations/layer_routing.h"
 #include "experts/lossy_choice.h"
 #include "operations/operations.h"
 

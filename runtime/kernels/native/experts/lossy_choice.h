@@ -9,7 +9,7 @@
 #include <map>
 #include <vector>
 
-#include "experts/layer_routing.h"
+#include "operations/layer_routing.h"
 #include "experts/logical_cache.h"
 
 namespace moec {

@@ -1,6 +1,6 @@
 // Choices of a router, and weights of other choices.
 
-#include "experts/layer_routing.h"
+#include "operations/layer_routing.h"
 
 #include <algorithm>
 #include <limits>
