@@ -255,3 +255,18 @@ def test_the_next_expert_is_queued_as_soon_as_a_read_begins() -> None:
     reads.advise([3, 1, 2])
     assert reads.advice == [3]
     assert [reads.next_read(), reads.next_read(), reads.next_read(), reads.next_read()] == [[3], [1], [2], []]
+
+
+def test_a_finished_layer_of_an_encoder_is_evicted_before_any_layer_of_the_decoder() -> None:
+    """Although the policy would keep its expert, which calibration saw most."""
+    own = fresh_records(encoder_layers=1)
+    spec = Residency(CacheSpec(np.full(COUNT, 10), 30, own), partial(eviction_order, own, score_of("lrfu")))
+    reads, arrays, _ = native([10] * COUNT, 30, 0, "lrfu", [NONE] * COUNT, 1, encoder=1)
+    for layer, expert in ((1, 5), (2, 10), (0, 4), (1, 6)):
+        for cache, leases in ((spec, spec.is_leased), (reads, arrays["is_leased"])):
+            _, misses = cache.request(layer, [expert])
+            cache.queue_and_lease(misses)
+            assert cache.next_read() == [expert]
+            cache.arrive(expert)
+            leases[:] = 0
+    assert np.flatnonzero(spec.state).tolist() == np.flatnonzero(arrays["state"]).tolist() == [5, 6, 10]
