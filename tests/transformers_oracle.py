@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Mxfp4Config
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.checkpoint.stand_ins import build_model, is_stood_in, read_config
+from moec.compiler.checkpoint.stand_ins import is_stood_in, read_config
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import Lowering, lower
+from moec.compiler.reference.build_model import build_model
 from moec.compiler.reference.expert_module import projection_of
 from moec.compiler.reference.routed_layers import RoutedLayer
 from moec.compiler.reference.routers import RouterMasks

@@ -30,16 +30,23 @@ from moec.manifests.files.limits import MAX_COMPANION_BYTES, MAX_CONFIG_BYTES
 from moec.manifests.safetensors_header import ITEM_BYTES
 
 from .integer_codes import CodeNeed, IntegerCodes
-from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
+from .model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError, PackedWeight
 from .text_part import has_text_part, text_part
 from .tokenizer import tokenizer_bytes
 from .url import PLAIN_NAME, fetch, is_url, url_name
-from .weight_files import INDEX_NAME, WEIGHTS_NAME, TensorRef, read_file, read_json, read_tensors
+from .weight_files import (
+    BLOCKS_SUFFIX,
+    INDEX_NAME,
+    SCALES_SUFFIX,
+    WEIGHTS_NAME,
+    TensorRef,
+    read_file,
+    read_json,
+    read_tensors,
+)
 
-CONFIG_NAME = "config.json"
-GENERATION_CONFIG_NAME = "generation_config.json"
 EARLY_LABEL_NAME = "quantize_config.json"
 """Label of GPTQ's early tools."""
 COMPANION_PATTERNS = (
@@ -101,6 +108,28 @@ class Checkpoint:
         if name in self.packed:
             return self._decoded(name)[() if rows is None else slice(*rows)]
         return self._read(self.tensors[name], name, index, rows)
+
+    @property
+    def has_numbers(self) -> bool:
+        """True: the weights are there."""
+        return True
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return the numbers of a tensor, exactly as on disk. Raises CheckpointError if there are not `count`."""
+        if name not in self.tensors:
+            raise CheckpointError(f"`{self.root}` has no tensor `{name}`", "copy the checkpoint again")
+        values = self.tensor(name).float().flatten().tolist()
+        if len(values) != count or not all(map(math.isfinite, values)):
+            raise CheckpointError(
+                f"tensor `{name}` in `{self.root}`: expected {count} finite numbers", "copy the checkpoint again"
+            )
+        return tuple(values)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether both tensors exist and differ. Raises CheckpointError."""
+        if name not in self.tensors or other not in self.tensors:
+            return False
+        return not torch.equal(self.tensor(name), self.tensor(other))
 
     def stored_parts(self, name: str, without: str = "") -> dict[str, torch.Tensor]:
         """Return the tensors that hold a quantized weight, by part.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK_VALUES = 32
-BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+from .weight_files import MXFP4_BLOCK_VALUES
+
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 _NAN_SCALE = 255
@@ -44,7 +44,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     Of several exponents that can hold a block, the least is taken. `decode` of the result returns the same floats.
     Nonzero blocks below 2**-126 are refused, because kernels would flush them to zero.
     """
-    blocks = weight.float().reshape(len(weight), -1, BLOCK_VALUES)
+    blocks = weight.float().reshape(len(weight), -1, MXFP4_BLOCK_VALUES)
     largest = blocks.abs().amax(-1)
     table = torch.tensor(_MAGNITUDES, device=weight.device)
     codes = torch.zeros_like(blocks, dtype=torch.uint8)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import mxfp4
 from .integer_codes import IntegerGrid, IntegerLayout, Parts
+from .weight_files import MXFP4_BLOCK_VALUES
 
 _WORD_BITS = 32
 GPTQ_BITS = (2, 3, 4, 8)
@@ -175,7 +176,7 @@ def mxfp4_rows(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
     shapes: weight_packed [N, K / 2], the lower half of a byte first, weight_scale [N, K / 32]. Raises LayoutError.
     """
     (rows, packed), scales = _matrix(shapes, "weight_packed"), _matrix(shapes, "weight_scale")
-    half = mxfp4.BLOCK_VALUES // 2
+    half = MXFP4_BLOCK_VALUES // 2
     if not rows or not packed or packed % half or scales != (rows, packed // half):
         raise LayoutError(
             f"expected `weight_packed` [rows, a multiple of {half}] of bytes and `weight_scale` "

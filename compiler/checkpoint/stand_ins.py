@@ -13,10 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .checkpoint import Checkpoint
+from .model_files import ModelFiles
 
 # Settings with the same name in all families. An absent key has the default of transformers' configuration.
 _COMMON = (
@@ -26,20 +23,12 @@ _COMMON = (
 _THETA = 10_000.0
 
 
-class OpenGate(torch.nn.Module):
-    """Replacement of a linear gate before a sigmoid. The gate is 1 for every token."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[N, D] -> [N, 1], infinite."""
-        return hidden_states.new_full((*hidden_states.shape[:-1], 1), math.inf)
-
-
-def is_stood_in(checkpoint: Checkpoint) -> bool:
+def is_stood_in(checkpoint: ModelFiles) -> bool:
     """Return whether transformers has no model of this family."""
     return checkpoint.config["model_type"] in _CONFIGS
 
 
-def read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: ModelFiles) -> Any:
     """Return transformers' configuration of a checkpoint or of its stand-in. Raises the errors of transformers."""
     make = _CONFIGS.get(checkpoint.config["model_type"])
     if make is not None:
@@ -48,22 +37,6 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
     config = AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
     return config if config.model_type == checkpoint.config["model_type"] else config.get_text_config()
-
-
-def build_model(config: Any, checkpoint: Checkpoint) -> Any:
-    """Build a model of a configuration of `read_config` in float32, with random or empty weights.
-
-    Raises the errors of transformers.
-    """
-    from transformers import AutoModelForCausalLM
-
-    loader: Any = AutoModelForCausalLM
-    model = loader.from_config(config, dtype=torch.float32)
-    if checkpoint.config["model_type"] == "deepseek":
-        for layer in model.get_decoder().layers:
-            if hasattr(layer.mlp, "shared_expert_gate"):
-                layer.mlp.shared_expert_gate = OpenGate()
-    return model
 
 
 def _deepseek(config: Mapping[str, Any]) -> Any:

@@ -19,6 +19,9 @@ from .url import PLAIN_NAME
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+MXFP4_BLOCK_VALUES = 32
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+"""Ends of the names of both tensors of a stack in MXFP4."""
 _SHARD = re.compile(r"(?P<set>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LFS_REMEDY = "run `git lfs pull` in the folder"

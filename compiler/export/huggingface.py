@@ -21,7 +21,8 @@ from moec.manifests.files.output_file import WRITING_SUFFIX, require_free_bytes
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 
-from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint, is_companion
+from ..checkpoint.checkpoint import Checkpoint, is_companion
+from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from ..checkpoint.text_part import has_text_part, text_part
 from ..checkpoint.weight_files import TensorRef
 from ..families import DECODER_NAMES, FAMILIES, Lowering, TensorSource

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from ..checkpoint.model_files import CONFIG_NAME, ModelFiles
 from . import (
     afmoe,
     deepseek,
@@ -36,10 +37,15 @@ from . import (
     qwen3_next,
     switch_transformers,
 )
-from .decoder import lower_family
+from .decoder import describe_family, lower_family
 from .lowering import Lowering, TensorSource
 
-__all__ = ["DECODER_NAMES", "FAMILIES", "Lowering", "TensorSource", "lower"]
+if TYPE_CHECKING:
+    from moec.manifests.model import ModelSpec
+
+    from ..checkpoint.checkpoint import Checkpoint
+
+__all__ = ["DECODER_NAMES", "FAMILIES", "Lowering", "TensorSource", "describe", "lower"]
 
 _DECODERS = {
     "afmoe": (afmoe.NAMES, afmoe.parts),
@@ -89,11 +95,23 @@ They raise CheckpointError, which names the key of config.json, if a setting is 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
     """Translate a checkpoint. Raises the errors of FAMILIES, and CheckpointError if the family is unknown."""
-    family = checkpoint.config["model_type"]
+    return FAMILIES[_known_family(checkpoint)](checkpoint)
+
+
+def describe(files: ModelFiles) -> ModelSpec:
+    """Return the model that config.json describes. Needs no weights and no torch. Raises the errors of `lower`."""
+    family = _known_family(files)
+    if family in _DECODERS:
+        return describe_family(family, _DECODERS[family][1], files)
+    return switch_transformers.describe(files)
+
+
+def _known_family(files: ModelFiles) -> str:
+    family = str(files.config["model_type"])
     if family not in FAMILIES:
         raise CheckpointError(
-            f"`{checkpoint.root / CONFIG_NAME}`: model family `{family}` is unknown, expected one of "
+            f"`{files.root / CONFIG_NAME}`: model family `{family}` is unknown, expected one of "
             f"{', '.join(f'`{name}`' for name in sorted(FAMILIES))}",
             "compile a model of a known family",
         )
-    return FAMILIES[family](checkpoint)
+    return family

@@ -6,13 +6,10 @@ layers and its tensor names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import (
@@ -28,12 +25,15 @@ from moec.manifests.model import (
     SharedSpec,
 )
 
-from ..checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from ..checkpoint.model_files import CONFIG_NAME, ModelFiles
 from ..checkpoint.stand_ins import is_stood_in
 from .decoder_weights import EMBEDDING, HEAD, DecoderNames, lower_decoder
 from .lowering import Lowering
 from .rope import read_rope
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
 
 MAX_EXPERTS_PER_LAYER = 4096  # bounds what a hostile config.json can make a family allocate
 ReadRope = Callable[..., RopeSpec]
@@ -243,15 +243,7 @@ def read_corrections(settings: Settings, names: DecoderNames, layer: int, expert
 
 def read_vector(settings: Settings, name: str, size: int) -> tuple[float, ...]:
     """Return the numbers of a tensor, exactly as on disk. Raises CheckpointError."""
-    checkpoint = settings.checkpoint
-    if name not in checkpoint.tensors:
-        raise CheckpointError(f"`{checkpoint.root}` has no tensor `{name}`", "copy the checkpoint again")
-    values = checkpoint.tensor(name).float().flatten().tolist()
-    if len(values) != size or not all(map(math.isfinite, values)):
-        raise CheckpointError(
-            f"tensor `{name}` in `{checkpoint.root}`: expected {size} finite numbers", "copy the checkpoint again"
-        )
-    return tuple(values)
+    return tuple(settings.checkpoint.numbers(name, size))
 
 
 def corrected_router(
@@ -310,19 +302,24 @@ def lower_family(
     parts: reads the settings that are specific to the family.
     Raises CheckpointError, which names the key of config.json, if a setting is not supported.
     """
-    settings = Settings(checkpoint)
+    return lower_decoder(checkpoint, describe_family(family, parts, checkpoint), names)
+
+
+def describe_family(family: str, parts: Callable[[Settings], DecoderParts], files: ModelFiles) -> ModelSpec:
+    """Return the model that the settings describe. Raises the errors of `lower_family`."""
+    settings = Settings(files)
     try:
-        model = _model_spec(checkpoint, settings, family, parts(settings))
+        model = _model_spec(files, settings, family, parts(settings))
     except ValueError as error:
-        raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
+        raise CheckpointError(f"`{files.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
     windows = [layer.attention is not None and layer.attention.sliding_window for layer in model.layers]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     normalised = tuple({model.layers[index].experts.router.renormalize for index in model.expert_layers})
     settings.finish({"layer_types": (kinds,), "norm_topk_prob": normalised})
-    return lower_decoder(checkpoint, model, names)
+    return model
 
 
-def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
+def _model_spec(files: ModelFiles, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
     """Return the ModelSpec.
 
     Raises CheckpointError.
@@ -331,8 +328,8 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
     if parts.has_activation:
         settings.one_of("hidden_act", ("silu",))
     tie = settings.boolean("tie_word_embeddings", parts.ties)
-    if tie and _head_differs(checkpoint):
-        if is_stood_in(checkpoint):
+    if tie and files.differ(HEAD, EMBEDDING):
+        if is_stood_in(files):
             settings.fail("tie_word_embeddings", f"false, because `{HEAD}` and `{EMBEDDING}` differ")
         tie = False  # as transformers does
     return ModelSpec(
@@ -346,10 +343,3 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
         eos_token_ids=settings.eos_token_ids(),
         **{name: value for name, value in parts.more.items() if name != "norm_eps"},
     )
-
-
-def _head_differs(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint holds an output matrix that differs from the embedding."""
-    if HEAD not in checkpoint.tensors or EMBEDDING not in checkpoint.tensors:
-        return False
-    return not torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))

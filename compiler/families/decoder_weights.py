@@ -11,13 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, UnitKey
 
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
+from ..checkpoint.weight_files import BLOCKS_SUFFIX, MXFP4_BLOCK_VALUES, SCALES_SUFFIX
 from .lowering import HeadPart, Lowering, TensorSource, common_float_type
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -298,7 +301,7 @@ def _mxfp4_units(
             rows, columns = model.unit_shape(layer, projection)
             is_down = projection == "down"
             stem = f"model.layers.{layer}.{names.stacked[0][1 if is_down else 0]}"
-            whole = (count, rows if is_down else 2 * rows, columns // BLOCK_VALUES)
+            whole = (count, rows if is_down else 2 * rows, columns // MXFP4_BLOCK_VALUES)
             scales = checkpoint.tensors.get(stem + SCALES_SUFFIX)
             if scales is None or scales.shape != whole:
                 raise CheckpointError(
@@ -306,7 +309,7 @@ def _mxfp4_units(
                     "copy the checkpoint again",
                 )
             every = None if is_down else (0 if projection == "gate" else 1, 2)
-            shape = (*whole, BLOCK_VALUES // 2)
+            shape = (*whole, MXFP4_BLOCK_VALUES // 2)
             packed = TensorSource(
                 stem + BLOCKS_SUFFIX, shape, expert, every=every, is_transposed=True, scales=stem + SCALES_SUFFIX
             )

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-import torch
-
 from moec.manifests.model import LongRopeSpec, RopeSpec
 
 from .rope import read_rope
@@ -94,6 +92,10 @@ def _form(
         settings.fail(key, f"{head_size // 2} positive numbers as `{form}_factor`")
     if not _is_positive(magnitude):
         settings.fail(key, f"a positive number as `{form}_mscale`")
+    if not settings.checkpoint.has_numbers:
+        return (0.0,) * len(factors), float(magnitude)
+    import torch
+
     # transformers computes in float32 and in this order.
     exponents = torch.arange(0, head_size, 2).float() / head_size
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)

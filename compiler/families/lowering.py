@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.integer_codes import CodeNeed, IntegerCodes
-from ..checkpoint.mxfp4 import decode
+if TYPE_CHECKING:  # torch is imported where weights are read, so that `moec fit` does without
+    import torch
 
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.integer_codes import CodeNeed, IntegerCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +158,14 @@ class Lowering:
 
         Raises CheckpointError if a value is not finite.
         """
+        import torch
+
+        from ..checkpoint.mxfp4 import decode
+
         weight = self.checkpoint.tensor(source.name, source.index, source.rows)
         if source.scales:
             weight = decode(weight, self.checkpoint.tensor(source.scales, source.index)).T
-        weight = weight.to(_TORCH_DTYPES[self.float_type])
+        weight = weight.to(getattr(torch, self.float_type))
         # The sum takes one pass. It is not finite if a weight is not, or if it exceeds float32.
         if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
             raise CheckpointError(

@@ -82,7 +82,7 @@ def _rope(
     theta: Any = parameters.get("rope_theta") if layer_type else settings.rope_theta(default_theta)
     if type(theta) not in (int, float) or not theta > 0:
         settings.fail("rope_parameters", f"a positive `rope_theta` of `{layer_type}`")
-    if kind == "default":
+    if kind == "default" or not settings.checkpoint.has_numbers:
         return RopeSpec(float(theta), size, interleaved)
     frequencies, magnitude = _stretched(settings, kind, layer_type)
     return RopeSpec(float(theta), size, interleaved, tuple(frequencies), magnitude)

@@ -10,7 +10,7 @@ from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.tokenizer.special_tokens import token_text
 
-from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelFiles
 from ..checkpoint.tokenizer import load_tokenizer, tokenizer_texts
 
 # Keys that do not change a forward pass of transformers in evaluation mode: identity, training, optional outputs,
@@ -75,13 +75,13 @@ _MISSING = object()
 class Settings:
     """Typed access to the keys of config.json. Every failure is a CheckpointError that names the key."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelFiles) -> None:
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         self._read: set[str] = set()
 
     @property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> ModelFiles:
         """The model folder."""
         return self._checkpoint
 

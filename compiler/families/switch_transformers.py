@@ -9,8 +9,7 @@ Source: transformers, models/switch_transformers; Switch Transformers, section 2
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import (
@@ -26,9 +25,12 @@ from moec.manifests.model import (
     UnitKey,
 )
 
-from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelFiles
 from .lowering import Lowering, TensorSource, common_float_type
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
 
 _FAMILY = "switch_transformers"
 _EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
@@ -42,12 +44,12 @@ _PROJECTIONS = {"up": "wi", "down": "wo"}
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "output": "o"}
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Switch Transformers checkpoint.
+def describe(files: ModelFiles) -> ModelSpec:
+    """Return the model that the settings describe.
 
     Raises CheckpointError, which names the key of config.json, if a setting is not supported.
     """
-    settings = Settings(checkpoint)
+    settings = Settings(files)
     try:
         _check_fixed(settings)
         encoder = settings.integer("num_layers", MAX_LAYERS)
@@ -65,18 +67,23 @@ def lower(checkpoint: Checkpoint) -> Lowering:
             vocab_size=settings.integer("vocab_size"),
             max_positions=settings.optional_integer("n_positions") or _POSITIONS,
             norm_eps=settings.number("layer_norm_epsilon", 1e-6),
-            tie_embeddings=is_tied and not _differs(settings.checkpoint, _HEAD),
+            tie_embeddings=is_tied and not files.differ(_HEAD, _EMBEDDING),
             layers=tuple(layers),
             eos_token_ids=settings.eos_token_ids(),
             logits_scale=hidden**-0.5 if is_tied else 1.0,  # decided by the key, even if the weights differ
             encoder=EncoderSpec(encoder, _start_token(settings)),
         )
     except ValueError as error:
-        raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
+        raise CheckpointError(f"`{files.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
     settings.finish()
-    # Find every weight of the model.
+    return model
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a Switch Transformers checkpoint. Raises the errors of `describe`, and CheckpointError."""
+    model = describe(checkpoint)
     for name in _COPIES:
-        if _differs(checkpoint, name):
+        if checkpoint.differ(name, _EMBEDDING):
             raise CheckpointError(
                 f"tensor `{name}` in `{checkpoint.root}` differs from `{_EMBEDDING}`, expected one embedding for all",
                 "compile another checkpoint",
@@ -155,13 +162,6 @@ def _start_token(settings: Settings) -> int:
     if type(start) is not int:
         settings.fail(key, f"a token id, here or in {GENERATION_CONFIG_NAME}")
     return int(start)
-
-
-def _differs(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether the checkpoint holds this matrix and it differs from the embedding."""
-    if name not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
-        return False
-    return not torch.equal(checkpoint.tensor(name), checkpoint.tensor(_EMBEDDING))
 
 
 def _source(tensor: str, name: str, shape: tuple[int, ...], model: ModelSpec) -> TensorSource:

@@ -20,8 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint.stand_ins import build_model, read_config
+from ..checkpoint.stand_ins import read_config
 from ..families import Lowering
+from .build_model import build_model
 from .routed_layers import replace_routed_layer, take_sorted_experts
 from .routers import FirstOfEqual
 

@@ -42,7 +42,8 @@ def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> Non
     moec export mixtral-moec -o mixtral-dequantized --dtype bfloat16
     """
     from moec.compiler.bundle.publish import publish_directory
-    from moec.compiler.checkpoint.checkpoint import CONFIG_NAME, is_companion
+    from moec.compiler.checkpoint.checkpoint import is_companion
+    from moec.compiler.checkpoint.model_files import CONFIG_NAME
     from moec.compiler.export.huggingface import PARTIAL_SUFFIX, ExportedBundle, export_folder
     from moec.compiler.workspace.durable import Disk
     from moec.manifests.errors import BundleIncomplete, OptionError

@@ -11,6 +11,7 @@ from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.quant import QuantSpec
 
 from ...checkpoint import mxfp4
+from ...checkpoint.weight_files import MXFP4_BLOCK_VALUES
 from ..quantized import QuantizedMatrix, left_out
 
 QUANTIZERS = ("gptq", "rtn", "quanto", "auto-gptq")
@@ -83,7 +84,7 @@ def _repack_mxfp4(weight: torch.Tensor, spec: QuantSpec) -> QuantizedMatrix:
     if encoded is None:
         raise CheckpointError(
             f"a matrix of {weight.shape[0]} x {weight.shape[1]} is not made of 4-bit floats in blocks of "
-            f"{mxfp4.BLOCK_VALUES} whose scales lie between 2**-125 and 2**127",
+            f"{MXFP4_BLOCK_VALUES} whose scales lie between 2**-125 and 2**127",
             "offer other formats with `--bits` below 16",
         )
     return QuantizedMatrix(spec, *encoded, None)
