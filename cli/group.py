@@ -23,6 +23,7 @@ from .terminal import output
 
 _SECTIONS = {
     "Compile a bundle": {
+        "fit": "compiling.fit:fit_command",
         "compile": "compiling.compile:compile_command",
         "compare": "compiling.compare:compare_command",
         "export": "compiling.export:export_command",

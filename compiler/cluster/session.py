@@ -10,12 +10,13 @@ from moec.evaluation.engine import TextEngine
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
+from moec.manifests.weight_counts import all_weights
 
 from ..checkpoint.url import is_url
 from ..families import Lowering
 from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.request import CompileRequest
-from ..walker.memory import COMPILE_PROCESS_BYTES, all_weights, certifying_bytes, gradients_bytes, quantizing_bytes
+from ..walker.memory import COMPILE_PROCESS_BYTES, certifying_bytes, gradients_bytes, quantizing_bytes
 from ..walker.texts import AnswerTexts
 from .jobs import CloseBundle, ForgetLayer
 from .ray_pool import Pool, connected

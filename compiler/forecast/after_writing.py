@@ -6,6 +6,7 @@ from functools import partial
 
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ModelSpec
+from moec.manifests.weight_counts import active_weights, all_weights, expert_weights
 
 from ..checkpoint.tokenizer import load_tokenizer
 from ..linear_maps import (
@@ -21,7 +22,7 @@ from ..linear_maps import (
 from ..preflight.prepared import Prepared
 from ..request.ports import MeasureModes, ModesWork
 from ..stages.learning import sample_bytes, sample_texts
-from ..walker.memory import active_weights, all_weights, certifying_bytes, expert_weights, resident_bytes
+from ..walker.memory import certifying_bytes, resident_bytes
 from .answers import count_mode_answers
 from .rates import DiskRates, LayerRates
 from .stages import StageForecast, layer_scales

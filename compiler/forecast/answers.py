@@ -9,13 +9,14 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
+from moec.manifests.weight_counts import all_weights
 from moec.profiles.memory_floor import answers_kv_bytes, kv_bytes
 
 from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork
-from ..walker.memory import COMPILE_PROCESS_BYTES, all_weights, certificate_bytes, resident_bytes
+from ..walker.memory import COMPILE_PROCESS_BYTES, certificate_bytes, resident_bytes
 
 SAMPLE_ITEMS = 256
 """Items of each task that are counted. The other items are assumed to have the same length."""

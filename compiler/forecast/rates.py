@@ -21,6 +21,7 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.weight_counts import active_layer_weights, expert_weights, layer_weights
 from moec.profiles.probe import measure_memory
 from moec.runtime import kernels
 
@@ -35,7 +36,6 @@ from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..walker.loaded_layer import LoadedLayer
-from ..walker.memory import active_layer_weights, expert_weights, layer_weights
 from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, one_torch_thread, workers

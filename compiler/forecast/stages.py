@@ -15,6 +15,7 @@ import torch
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.weight_counts import active_layer_weights, active_weights, all_weights, layer_weights
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..effort import QUICK_ITEMS
@@ -37,17 +38,7 @@ from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
 from ..stages.encode_texts import CompileTexts
-from ..walker.memory import (
-    COMPILE_PROCESS_BYTES,
-    active_layer_weights,
-    active_weights,
-    all_weights,
-    gradients_bytes,
-    layer_weights,
-    resident_bytes,
-    sweep_bytes,
-    variant_count,
-)
+from ..walker.memory import COMPILE_PROCESS_BYTES, gradients_bytes, resident_bytes, sweep_bytes, variant_count
 from ..walker.texts import SKETCHES
 from .answers import answer_slots, answering_bytes, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates

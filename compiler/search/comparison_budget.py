@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
+from moec.manifests.weight_counts import active_weights
 
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.trials import Trials
-from ..walker.memory import active_weights
 
 FREE_MULTIPLICATIONS = 5 * 10**13
 """Multiplications that comparisons may always use: minutes on two cores. The example uses a fourth of it at most."""

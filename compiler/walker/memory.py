@@ -14,6 +14,7 @@ from math import prod
 from moec.manifests.model import ModelSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
+from moec.manifests.weight_counts import active_weights, expert_weights, layer_weights, outside_weights
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT, kv_bytes
 
 from ..effort import Effort
@@ -39,30 +40,6 @@ def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     if attention is None:
         return is_routed, decodes, type(spec.recurrent), 0, None, 0
     return is_routed, decodes, None, attention.sliding_window, attention.rope, attention.num_heads
-
-
-def layer_weights(model: ModelSpec, layer: int) -> int:
-    """Return the number of weights of one layer."""
-    dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(f"layers.{layer}."))
-    return dense + expert_weights(model, layer) * model.layers[layer].experts.count
-
-
-def outside_weights(model: ModelSpec) -> int:
-    """Return the number of weights outside the layers, without those of a head of its own: embedding and norms."""
-    heads = ("lm_head", "lm_head_bias")
-    outside = (name for name in model.dense_shapes() if not name.startswith("layers.") and name not in heads)
-    return sum(prod(model.dense_shapes()[name]) for name in outside)
-
-
-def expert_weights(model: ModelSpec, layer: int) -> int:
-    """Return the number of weights of one routed expert of a layer."""
-    return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
-
-
-def all_weights(model: ModelSpec) -> int:
-    """Return the number of all weights."""
-    layers = sum(layer_weights(model, layer) for layer in range(model.num_layers))
-    return layers + sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
 
 
 def variant_count(model: ModelSpec) -> int:
@@ -217,19 +194,6 @@ class KeptLayers:
 
 
 NOTHING_KEPT = KeptLayers(0, holds_model=False)
-
-
-def active_weights(model: ModelSpec) -> int:
-    """Return the number of weights that one token is multiplied with, including those of the logits."""
-    head = prod(model.dense_shapes()[model.head_name])
-    return head + sum(active_layer_weights(model, layer) for layer in range(model.num_layers))
-
-
-def active_layer_weights(model: ModelSpec, layer: int) -> int:
-    """Return the number of weights of one layer that one token is multiplied with."""
-    experts, prefix = model.layers[layer].experts, f"layers.{layer}."
-    dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(prefix))
-    return dense + (expert_weights(model, layer) * experts.top_k if experts.count else 0)
 
 
 def resident_bytes(model: ModelSpec, layers: int) -> int:

@@ -22,11 +22,12 @@ from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared, runtime_bytes
 from moec.compiler.request.options import Talk
 from moec.compiler.stages.encode_texts import encode_all_texts
-from moec.compiler.walker.memory import SMALL_TEXTS, active_weights, all_weights, resident_bytes, variant_count
+from moec.compiler.walker.memory import SMALL_TEXTS, resident_bytes, variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
+from moec.manifests.weight_counts import active_weights, all_weights
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_dialogues, save_model, save_texts
 from tests.tiny_switch import save_tiny_switch
 

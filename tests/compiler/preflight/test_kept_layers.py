@@ -26,14 +26,13 @@ from moec.compiler.walker.memory import (
     SMALL_TEXTS,
     KeptLayers,
     TextLimits,
-    active_weights,
     certificate_bytes,
     fitting_layers,
-    layer_weights,
     resident_bytes,
     usual_texts,
 )
 from moec.manifests.errors import OptionError
+from moec.manifests.weight_counts import active_weights, layer_weights
 from tests.compiler.lowered import lowered
 from tests.compiler.search.toy_search import SPECS, toy_model
 from tests.tiny_compile import make_request

@@ -1,0 +1,122 @@
+"""The config.json of a model that may not be here: of a folder, of a URL, or of a model on the hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import TOKENIZER_NAME
+from moec.manifests.errors import CheckpointError
+from moec.manifests.files.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+
+from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
+from ..checkpoint.text_part import has_text_part, text_part
+from ..checkpoint.url import fetch, is_url, url_name
+from ..checkpoint.weight_files import INDEX_NAME, TensorRef, read_json
+
+CACHE = Path(".cache") / "moec" / "configs"
+"""Below the home folder: small files of URLs."""
+_SMALL = (CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_NAME)
+_REMEDY = "name a model folder, a URL, or a model on the hub like `Qwen/Qwen3-30B-A3B`"
+_EXPERT_KEYS = ("expert", "moe")
+"""A config.json without a key that has one of these is of a dense model."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A model as config.json describes it: `ModelFiles` without weights.
+
+    stored_bytes: size of the weights on disk; None: not known.
+    tokenizer_bytes: size of tokenizer.json; None: not known.
+    """
+
+    root: Path
+    name: str
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    stored_bytes: int | None
+    tokenizer_bytes: int | None
+    tensors: Mapping[str, TensorRef]
+    has_numbers: bool = False
+
+    def numbers(self, name: str, count: int) -> Sequence[float]:
+        """Return ones: no weights are here."""
+        return (1.0,) * count
+
+    def differ(self, name: str, other: str) -> bool:
+        """Return False: no weights are here."""
+        return False
+
+
+def open_config(model: str) -> ConfigFile:
+    """Open the config.json of a model.
+
+    Raises CheckpointError if there is none, or if the model has no experts.
+    """
+    root, name = _locate(model)
+    config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, _REMEDY)
+    if has_text_part(config):
+        config = text_part(config, {})[0]
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",
+            "use the config.json that came with the weights",
+        )
+    if not any(part in key.lower() for key in config for part in _EXPERT_KEYS):
+        raise CheckpointError(
+            f"`{name}` (`{config['model_type']}`) is a dense model: it has no experts, and moec brings it nothing",
+            "use llama.cpp for it",
+        )
+    generation = root / GENERATION_CONFIG_NAME
+    settings = read_json(generation, MAX_CONFIG_BYTES, _REMEDY) if generation.is_file() else {}
+    tokenizer = root / TOKENIZER_NAME
+    size = tokenizer.stat().st_size if tokenizer.is_file() else None
+    return ConfigFile(root, name, config, settings, _stored_bytes(root), size, {})
+
+
+def _stored_bytes(root: Path) -> int | None:
+    """Return the size of the weights: as an index states it, or of the files that are here."""
+    if (root / INDEX_NAME).is_file():
+        total = read_json(root / INDEX_NAME, MAX_INDEX_BYTES, _REMEDY).get("metadata", {})
+        stated: Any = total.get("total_size") if isinstance(total, dict) else None
+        if type(stated) in (int, float) and math.isfinite(stated) and stated > 0:
+            return int(stated)
+    return sum(path.stat().st_size for path in root.glob("*.safetensors")) or None
+
+
+def _locate(model: str) -> tuple[Path, str]:
+    """Return the folder with the small files of a model, and its name. Raises CheckpointError."""
+    if is_url(model):
+        return fetch(model, _SMALL, Path.home() / CACHE), url_name(model)
+    root = Path(model).expanduser()
+    try:
+        is_folder, exists = root.is_dir(), root.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"cannot open `{model[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
+        return root, root.resolve().name or "model"
+    if exists:
+        raise CheckpointError(f"`{model}` is a file, expected a model folder", _REMEDY)
+    if model.count("/") != 1 or root.parent.is_dir():
+        raise CheckpointError(f"no folder `{model}`", _REMEDY)
+    return _download(model), model.rpartition("/")[2]
+
+
+def _download(hub_id: str) -> Path:
+    """Fetch the small files of a model on the hub. Raises CheckpointError."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        remedy = "install `huggingface_hub`, or download config.json and name its folder"
+        raise CheckpointError(f"`{hub_id}` lies on the hub, and the hub's client is not installed", remedy) from error
+    transport_errors: Any = HfHubHTTPError.__bases__  # the client has changed its HTTP library twice
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_SMALL)))
+    except (OSError, HFValidationError, json.JSONDecodeError, *transport_errors) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"the hub gave no model `{hub_id}`: {reason}", _REMEDY) from error

@@ -1,0 +1,152 @@
+"""Sizes and speeds of a model at several bitwidths on several machines, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+
+from moec.manifests.model import ModelSpec, keeps_16_bits
+from moec.manifests.weight_counts import all_weights, expert_weights
+from moec.profiles.device import DeviceProfile
+from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scratch_bytes, tables_bytes
+from moec.profiles.predict import compute_ns, storage_ns
+
+from .config_file import ConfigFile
+from .routing import COMMON_SHARE, HIGH_SHARE, LOW_SHARE, missed_share
+
+BITS = (2.3, 3.0, 4.0, 4.5, 8.0)
+"""Bits of a weight of an expert, scales included."""
+LEAST_DENSE_BITS = 4.5
+"""Bits of other matrices, which every token reads: no fewer than these."""
+_TOKENIZER_BYTES_PER_TOKEN = 80
+"""tokenizer.json of Qwen3 has 75 bytes for each token, that of gpt-oss-20b 139."""
+_HALF = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of weights.
+
+    routed, dense: in routed experts, and all others.
+    routed_per_token, dense_per_token: those that a token is multiplied with.
+    experts: number of routed experts in all layers.
+    """
+
+    routed: int
+    dense: int
+    routed_per_token: int
+    dense_per_token: int
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a machine would do with a model at a bitwidth.
+
+    needed_bytes: least `--memory`.
+    held_share: share of the experts in memory; None: the model does not fit.
+    hit_rate: share of a token's experts that are in memory.
+    tokens_per_s: single tokens; lower and upper end of the range.
+    """
+
+    needed_bytes: int
+    held_share: float | None = None
+    hit_rate: float | None = None
+    tokens_per_s: float | None = None
+    slowest: float | None = None
+    fastest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BitsRow:
+    """A bitwidth. disk_bytes: size of the bundle. outlooks: one for each machine, in order."""
+
+    bits: float
+    disk_bytes: int
+    outlooks: tuple[Outlook, ...]
+
+    def to_plain(self) -> dict[str, object]:
+        """Return plain values for `--json`."""
+        return {**asdict(self), "outlooks": [asdict(each) for each in self.outlooks]}
+
+
+def count_parameters(model: ModelSpec) -> Parameters:
+    """Count the weights of a model."""
+    routed = sum(expert_weights(model, layer) * model.layers[layer].experts.count for layer in model.expert_layers)
+    used = sum(expert_weights(model, layer) * model.reads_per_token(layer) for layer in model.expert_layers)
+    return Parameters(routed, all_weights(model) - routed, used, _decoded_weights(model), len(model.expert_keys()))
+
+
+def estimate(
+    model: ModelSpec, files: ConfigFile, context: int, machines: Sequence[DeviceProfile], bits: Sequence[float] = BITS
+) -> list[BitsRow]:
+    """Return a row for each bitwidth.
+
+    machines: profiles whose budget is the memory of a run.
+    """
+    return [_row(model, files, context, machines, each) for each in bits]
+
+
+def _row(model: ModelSpec, files: ConfigFile, context: int, machines: Sequence[DeviceProfile], bits: float) -> BitsRow:
+    dense_bits = max(bits, LEAST_DENSE_BITS)
+    shapes = model.dense_shapes()
+    dense = round(sum(_dense_bytes(name, shape, dense_bits) for name, shape in shapes.items()))
+    decoded = sum(_dense_bytes(name, shape, dense_bits) for name, shape in shapes.items() if _is_read(model, name))
+    sizes = {layer: expert_weights(model, layer) * bits / 8 for layer in model.expert_layers}
+    experts = sum(size * model.layers[layer].experts.count for layer, size in sizes.items())
+    tokenizer = files.tokenizer_bytes or _TOKENIZER_BYTES_PER_TOKEN * model.vocab_size
+    fixed = FixedMemory(
+        process_bytes=process_bytes(model, len(model.expert_keys()), tokenizer),
+        dense_bytes=dense,
+        kv_bytes=kv_bytes(model, context),
+        scratch_bytes=scratch_bytes(model, 1, context),
+        tables_bytes=tables_bytes(model),
+        minimum_expert_bytes=round(max(size * model.layers[layer].experts.top_k for layer, size in sizes.items())),
+    )
+    used = {layer: size * model.reads_per_token(layer) for layer, size in sizes.items()}
+    reads = sum(model.reads_per_token(layer) for layer in sizes)
+    outlooks = []
+    for machine in machines:
+        room = machine.memory_budget_bytes - fixed.fixed_bytes
+        if machine.memory_budget_bytes < fixed.floor_bytes:
+            outlooks.append(Outlook(fixed.floor_bytes))
+            continue
+        held, wanted = min(1.0, room / experts), sum(used.values())
+        missed = {share: _missed(model, used, held, share) for share in (LOW_SHARE, COMMON_SHARE, HIGH_SHARE)}
+        computing = compute_ns(machine, round(decoded + wanted))
+        reading = {
+            share: storage_ns(machine, size, reads * size / wanted if wanted else 0.0) for share, size in missed.items()
+        }
+        slowest, fastest = computing + reading[LOW_SHARE], max(computing, reading[HIGH_SHARE])
+        usual = (computing + reading[COMMON_SHARE] + max(computing, reading[COMMON_SHARE])) / 2
+        hits = 1 - missed[COMMON_SHARE] / wanted if wanted else 1.0
+        outlooks.append(Outlook(fixed.floor_bytes, held, hits, 1e9 / usual, 1e9 / slowest, 1e9 / fastest))
+    return BitsRow(bits, round(dense + experts), tuple(outlooks))
+
+
+def _missed(model: ModelSpec, used: dict[int, float], held: float, common_share: float) -> float:
+    """Return the bytes that a token reads from storage."""
+    layers = {layer: model.layers[layer].experts for layer in used}
+    return sum(
+        size * missed_share(layers[layer].count, layers[layer].top_k, held, common_share)
+        for layer, size in used.items()
+    )
+
+
+def _dense_bytes(name: str, shape: tuple[int, ...], bits: float) -> float:
+    return prod(shape) * (_HALF if keeps_16_bits(name, shape) else bits / 8)
+
+
+def _is_read(model: ModelSpec, name: str) -> bool:
+    """Return whether a token reads all of a dense weight. Of an embedding that makes no logits it reads a row."""
+    return model.is_decoded_with(name) and (name != "embedding" or model.tie_embeddings)
+
+
+def _decoded_weights(model: ModelSpec) -> int:
+    return sum(prod(shape) for name, shape in model.dense_shapes().items() if _is_read(model, name))
+
+
+def with_memory(machine: DeviceProfile, memory_bytes: int) -> DeviceProfile:
+    """Return a machine with the same rates and another memory."""
+    return replace(machine, memory_budget_bytes=memory_bytes)

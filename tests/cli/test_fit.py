@@ -1,0 +1,78 @@
+"""`moec fit`: from a config.json to a table, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Invoke
+
+CONFIGS = Path(__file__).parents[1] / "compiler" / "families" / "published_configs.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    published = json.loads(CONFIGS.read_text(encoding="utf-8"))
+    config = next(each["config"] for each in published if each["checkpoint"] == "Qwen/Qwen3-30B-A3B")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_devices_have_a_column_each(invoke: Invoke, model: Path) -> None:
+    result = invoke("fit", model, "--device", "raspberry-pi-5-nvme,laptop", "--context", 8192)
+    assert result.exit_code == 0, result.stderr
+    text = result.stdout
+    assert "30.53 billion: 28.99 billion in 6,144 routed experts, 1.54 billion others" in text
+    assert "8,192 tokens keep 1.5 GiB" in text
+    assert "raspberry-pi-5-nvme" in text and "laptop 9.3 GiB" in text
+    assert f"moec compile {model} --loss 2% --data DATA --effort quick --estimate" in text
+    assert max(map(len, text.splitlines()[:-2])) <= 110
+
+
+def test_this_machine_has_several_sizes_of_memory(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moec.profiles.loading import load_profile
+
+    laptop = load_profile("laptop")
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: laptop)
+    result = invoke("fit", model)
+    assert result.exit_code == 0, result.stderr
+    for column in ("2GiB", "4GiB", "8GiB", "16GiB", "free here 9.3 GiB", "needs 2", "measured now"):
+        assert column in result.stdout
+
+
+def test_json_has_everything(invoke: Invoke, model: Path) -> None:
+    result = invoke("fit", model, "--device", "laptop", "--json")
+    told = json.loads(result.stdout)
+    assert told["family"] == "qwen3_moe" and told["parameters"]["experts"] == 6144 and told["context"] == 4096
+    assert [row["bits"] for row in told["rows"]] == [2.3, 3.0, 4.0, 4.5, 8.0]
+    outlook = told["rows"][0]["outlooks"][0]
+    assert outlook["slowest"] <= outlook["tokens_per_s"] <= outlook["fastest"]
+    assert told["machines"][0]["name"] == "laptop" and told["stored_bytes"] is None
+
+
+def test_refusals_are_one_sentence(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    for arguments, said in (
+        ((model, "--context", 50000), "longer than the 40960 tokens of the model"),
+        ((model, "--device", "toaster"), "no device profile is called `toaster`"),
+        ((tmp_path / "absent",), "no folder"),
+    ):
+        result = invoke("fit", *arguments)
+        assert result.exit_code not in (0, 1) or result.stderr.startswith("error: ")
+        assert said in result.stderr and "hint: " in result.stderr and not result.stdout
+
+
+def test_torch_is_not_loaded(model: Path) -> None:
+    code = (
+        "import sys; from moec.cli.main import cli; cli(sys.argv[1:], standalone_mode=False);"
+        "names = {name.partition('.')[0] for name in sys.modules};"
+        "sys.exit(sorted(names & {'torch', 'transformers', 'datasets'}) or 0)"
+    )
+    run = [sys.executable, "-c", code, "fit", str(model), "--device", "laptop"]
+    done = subprocess.run(run, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
