@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moec.compiler.calibration.collect import ActivationStatistics, choose_texts, count_statistics
 from moec.compiler.calibration.layer_inputs import LayerInputs, calibrate_layer
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import lower
 from moec.compiler.request.plan import plain_plan

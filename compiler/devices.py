@@ -16,7 +16,7 @@ from moec.manifests.files.input_file import read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 
 from .bundle.publish import check_replaceable
-from .checkpoint.checkpoint import open_checkpoint
+from .checkpoint.opening import open_checkpoint
 from .pipeline import compile_checkpoint
 from .preflight.device_fit import predicted_token_ns
 from .preflight.preparation import prepare

@@ -22,7 +22,7 @@ from moec.profiles.device import DeviceProfile
 from .bundle.plan_bundles import clear_trials
 from .calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from .calibration.collect import training_digest
-from .checkpoint.checkpoint import open_checkpoint
+from .checkpoint.opening import open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
 from .preflight.preparation import with_fitted_items, with_kept_layers

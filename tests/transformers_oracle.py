@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Mxfp4Config
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.checkpoint.stand_ins import is_stood_in, read_config
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import Lowering, lower

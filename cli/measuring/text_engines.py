@@ -169,7 +169,7 @@ def checkpoint_engine(
     Raises CheckpointError, DoesNotFit, and the errors of `open_engine`; ModuleNotFoundError if the extra is missing.
     """
     from moec.compiler.bundle.plan_bundles import unquantized_bundle
-    from moec.compiler.checkpoint.checkpoint import open_checkpoint
+    from moec.compiler.checkpoint.opening import open_checkpoint
     from moec.compiler.families import lower
     from moec.compiler.preflight.preflight import preflight
     from moec.runtime.modes.decoder import check_modes

@@ -18,7 +18,7 @@ Parts = Mapping[str, Tensor]
 _HOLDING_BITS = (2, 3, 4, 5, 6, 8)
 """Bitwidths of the formats that may hold codes exactly, smallest first."""
 
-_LARGEST_ZERO = 256
+LARGEST_ZERO = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,19 @@ class IntegerGrid:
     bits: codes are 0 to 2^bits - 1.
     zeros, scales: float32 [N, G].
     group_of: group of each column, int64 [K].
+    minima: float32 [N, G], added to scale x code in place of zeros; None: zeros decide.
     """
 
     bits: int
     zeros: Tensor
     scales: Tensor
     group_of: Tensor
+    minima: Tensor | None = None
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the weights of codes [N, K], float32."""
+        if self.minima is not None:
+            return codes.float() * self._by_column(self.scales) + self._by_column(self.minima)
         zeros, scales = (self._by_column(numbers) for numbers in (self.zeros, self.scales))
         return (codes.float() - zeros) * scales
 
@@ -49,7 +53,10 @@ class IntegerGrid:
         columns, groups = len(self.group_of), self.scales.shape[1]
         size = columns // groups
         in_order = columns % groups == 0 and torch.equal(self.group_of, torch.arange(columns) // max(size, 1))
-        is_whole = bool(((self.zeros == self.zeros.round()) & (self.zeros.abs() <= _LARGEST_ZERO)).all())
+        if self.minima is not None:
+            halves = is_half(self.scales), is_half(self.minima)
+            return CodeNeed(self.bits, columns, size if in_order else 0, (0, LARGEST_ZERO), *halves)
+        is_whole = bool(((self.zeros == self.zeros.round()) & (self.zeros.abs() <= LARGEST_ZERO)).all())
         return CodeNeed(
             self.bits,
             columns,
@@ -67,9 +74,9 @@ class CodeNeed:
     bits: codes are 0 to 2^bits - 1.
     columns: columns of the matrix.
     group_size: columns of a group. 0 if groups are not runs of columns, or if zeros are not whole numbers.
-    zeros: the least and the largest zero.
+    zeros: the least and the largest zero; a range that no symmetric format holds if there are minima.
     has_half_scales: float16 holds all scales.
-    has_half_minima: float16 holds all products of scale and zero.
+    has_half_minima: float16 holds all minima, or all products of scale and zero.
     """
 
     bits: int
@@ -93,11 +100,14 @@ class CodeNeed:
         return high <= spec.centre and largest - low <= spec.largest_code - spec.centre
 
     def least_format(self) -> QuantSpec | None:
-        """Return the symmetric format of fewest bits that holds the matrix, None if no format does."""
+        """Return the format of fewest bits that holds the matrix, symmetric if one does; None if no format does."""
         group = 0 if self.group_size == self.columns else self.group_size
         if group % COLUMNS_PER_TILE:
             return None
-        return next(filter(self.is_met_by, (QuantSpec(bits, group, symmetric=True) for bits in _HOLDING_BITS)), None)
+        formats = (
+            QuantSpec(bits, group, symmetric=is_symmetric) for is_symmetric in (True, False) for bits in _HOLDING_BITS
+        )
+        return next(filter(self.is_met_by, formats), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +117,13 @@ class IntegerLayout:
     part: the part with the codes. The others, which are small, give the grid.
     codes: (parts) -> codes, uint8 [N, K].
     grid: (parts without the codes) -> the grid.
+    need: what a format needs, if the type of the weight says it; None: the grid does.
     """
 
     part: str
     codes: Callable[[Parts], Tensor]
     grid: Callable[[Parts], IntegerGrid]
+    need: CodeNeed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,19 +42,21 @@ class PackedWeight:
     """A weight in several tensors.
 
     names: tensor on disk of each part.
-    shape: shape of the weight, [N, K].
+    shape: shape of the weight, [N, K] except in GGUF files.
     precision: the stored precision, for people.
-    decode: (parts) -> the weight, float32.
+    decode: (parts) -> the weight, float32, or the 16-bit type of the checkpoint.
     integers: the place of its integer codes, None if it has none.
     is_mxfp4: True if it has 4-bit floats in blocks with scales that are powers of two.
+    by_rows: True if the rows of the parts are those of the weight, so that some can be decoded alone.
     """
 
     names: Mapping[str, str]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     precision: str
     decode: Callable[[Parts], Tensor]
     integers: IntegerLayout | None = None
     is_mxfp4: bool = False
+    by_rows: bool = False
 
 
 def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> PackedWeight:

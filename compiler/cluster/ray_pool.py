@@ -22,7 +22,8 @@ import torch
 
 from moec.manifests.errors import DoesNotFit, ExecutionError, MissingDependency, MoecError, OptionError
 
-from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.opening import open_checkpoint
 from ..request.options import Talk
 from ..request.ports import OpenRuntime
 from .site import Handle, Site, checkpoint_identity

@@ -19,7 +19,8 @@ from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 
-from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.opening import open_checkpoint
 from ..families import Lowering, lower
 from ..quantization.quantized import QuantizedMatrix
 from ..request.ports import OpenRuntime

@@ -16,7 +16,7 @@ from moec.profiles.probe import available_memory_bytes, resident_set_bytes
 
 from ..bundle.plan_bundles import require_trials
 from ..calibration.device_use import read_device_use
-from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
 from ..families import lower

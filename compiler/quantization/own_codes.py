@@ -45,7 +45,10 @@ def hold_codes(stored: IntegerCodes, spec: QuantSpec) -> QuantizedMatrix:
     groups = spec.groups(columns)
     scales, zeros = (values.repeat_interleave(groups // values.shape[1], 1) for values in (grid.scales, grid.zeros))
     if not spec.symmetric:
-        return QuantizedMatrix(spec, stored.codes.contiguous(), scales.half(), (-scales * zeros).half())
+        minima = -scales * zeros
+        if grid.minima is not None:
+            minima = grid.minima.repeat_interleave(groups // grid.minima.shape[1], 1)
+        return QuantizedMatrix(spec, stored.codes.contiguous(), scales.half(), minima.half())
     moved = (spec.centre - zeros).short().repeat_interleave(columns // groups, 1)
     return QuantizedMatrix(spec, (stored.codes + moved).to(torch.uint8), scales.half(), None)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.stages.encode_texts import CompileTexts

@@ -10,7 +10,7 @@ import numpy as np
 
 from moec.compiler.bundle.emit import BundleContent, PackedUnits, emit, finish
 from moec.compiler.bundle.publish import publish_directory
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.device_fit import summarise_device
 from moec.compiler.request.plan import CompilePlan, with_low_versions

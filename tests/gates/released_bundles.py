@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from moec.compiler.bundle.emit import BundleContent
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantized import QuantizedMatrix

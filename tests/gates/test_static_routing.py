@@ -19,7 +19,7 @@ from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.compiler.bundle.emit import BundleContent
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.request.uniform import uniform_plan
 from moec.manifests.errors import OptionError

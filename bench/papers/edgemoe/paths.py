@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from moec.compiler.calibration.activation_paths import frequent_share, report_paths
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import lower
 
 from ..figure import Figure, Measured, Panel, Verdict, judged, of_all, percent

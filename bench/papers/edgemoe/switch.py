@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from moec.compiler.calibration.activation_paths import frequent_share
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import lower
 from moec.evaluation.data import load_splits
 from moec.manifests.model import ModelSpec

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.manifests.errors import CheckpointError
 from tests.compiler.lowered import lowered
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral

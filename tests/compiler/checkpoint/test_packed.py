@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.checkpoint.packed_tensors import find_packed
 from moec.compiler.checkpoint.packed_weights import LayoutError
 from moec.compiler.families import lower

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from moec.cli.main import cli
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.manifests.errors import CheckpointError
 from moec.runtime import load
 from tests.compiler.lowered import lowered

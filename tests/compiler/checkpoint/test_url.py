@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from moec.compiler.checkpoint import url as checkpoint_url
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.checkpoint.url import CACHE, fetch, is_url, url_name
 from moec.manifests.errors import CheckpointError, DoesNotFit
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.cluster.ray_pool import Job, Pool
 from moec.compiler.cluster.site import Site, checkpoint_identity
 from moec.compiler.request.ports import OpenRuntime

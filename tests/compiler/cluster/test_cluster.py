@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.checkpoint.url import CACHE
 from moec.compiler.cluster import ray_pool
 from moec.compiler.cluster.ray_pool import NodeReport

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.calibration.layer_inputs import ExpertInputs, LayerInputs
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.cluster.jobs import CloseBundle
 from moec.compiler.cluster.remote import RemoteAnswers, RemoteEngine, experts_priced_by, experts_quantized_by
 from moec.compiler.cluster.session import check_cluster, layer_worker_bytes

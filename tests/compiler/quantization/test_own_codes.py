@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from moec.cli.terminal.report import loss_table
 from moec.compiler.calibration.layer_inputs import LayerInputs
-from moec.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import Checkpoint
 from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
+from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.cluster.remote import experts_quantized_by
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer

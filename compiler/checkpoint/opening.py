@@ -1,0 +1,175 @@
+"""Open a model: a Hugging Face folder, a folder at a URL, a model on the hub, or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.errors import CheckpointError
+from moec.manifests.files.limits import MAX_CONFIG_BYTES
+
+from .checkpoint import COMPANION_PATTERNS, FLOAT_DTYPES, PACKED_DTYPES, Checkpoint
+from .gguf.header import SUFFIX as GGUF_SUFFIX
+from .gguf.open_gguf import open_gguf
+from .model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
+from .packed_tensors import METHODS, find_packed
+from .packed_weights import LayoutError
+from .text_part import has_text_part, text_part
+from .url import fetch, is_url, url_name
+from .weight_files import BLOCKS_SUFFIX, INDEX_NAME, SCALES_SUFFIX, TensorRef, read_json, read_tensors
+
+EARLY_LABEL_NAME = "quantize_config.json"
+"""Label of GPTQ's early tools."""
+_PATTERNS = ("*.safetensors", INDEX_NAME, EARLY_LABEL_NAME, *COMPANION_PATTERNS)
+"""Files of a model that are copied from a URL or a hub."""
+_NO_CONFIG = "a Hugging Face model folder has one; is this one?"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open a local model folder, a GGUF file, a folder at an fsspec URL, or a hub id if there is a network.
+
+    Raises CheckpointError, which names the file, if
+    * the path is not a folder;
+    * config.json is missing or damaged;
+    * there are no safetensors weights, or they are damaged or truncated;
+    * the index does not match its shards;
+    * a dtype is not bfloat16, float16 or float32.
+    """
+    if path.endswith(GGUF_SUFFIX) and not is_url(path) and Path(path).expanduser().is_file():
+        return open_gguf(Path(path).expanduser())
+    root, name = _locate(path)
+    inner = sorted([*root.glob(f"*/{CONFIG_NAME}"), *root.glob(f"snapshots/*/{CONFIG_NAME}")])
+    remedy = f"name the model folder, like `{inner[0].parent}`" if inner else _NO_CONFIG
+    config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, remedy)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",
+            "use the config.json that came with the weights",
+        )
+    generation = root / GENERATION_CONFIG_NAME
+    generation_config = dict[str, Any]()
+    if os.path.lexists(generation):
+        generation_config = read_json(generation, MAX_CONFIG_BYTES, "remove or repair it")
+    # transformers ties the output matrix to the embedding, and passes over a stale entry for it.
+    is_tied = config.get("tie_word_embeddings") is not False
+
+    def may_lack(tensor: str) -> bool:
+        return is_tied and tensor == "lm_head.weight"
+
+    tensors: Mapping[str, TensorRef] = read_tensors(root, may_lack)
+    notes: tuple[str, ...] = ()
+    if has_text_part(config):
+        config, tensors, notes = text_part(config, tensors)
+    opened = _with_decoded(Checkpoint(root, name, config, generation_config, tensors, notes=notes))
+    tensors = opened.tensors
+    wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in FLOAT_DTYPES and not _is_packed(n, ref))
+    if wrong:
+        raise CheckpointError(
+            f"`{root}`: {len(wrong)} tensors are neither bfloat16, float16 nor float32, first `{wrong[0]}` with "
+            f"{tensors[wrong[0]].dtype}",
+            "start from the checkpoint before it was quantized",
+        )
+    if any(_is_packed(name, ref) for name, ref in tensors.items()):
+        return replace(opened, precision=", ".join(filter(None, (opened.precision, "MXFP4"))))
+    return opened
+
+
+def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its quantized weights as if they were not.
+
+    Tensors decide which weights are quantized. A label tells details of a layout at most. Raises CheckpointError.
+    """
+    label, place = checkpoint.config.get("quantization_config"), checkpoint.root / CONFIG_NAME
+    if label is None and os.path.lexists(checkpoint.root / EARLY_LABEL_NAME):
+        place = checkpoint.root / EARLY_LABEL_NAME
+        label = read_json(place, MAX_CONFIG_BYTES, "remove or repair it")
+    method = label.get("quant_method") if isinstance(label, dict) else label
+    has_blocks = any(_is_packed(name, ref) for name, ref in checkpoint.tensors.items())
+    if method == "mxfp4" and has_blocks:
+        return checkpoint
+    try:
+        packed = find_packed(checkpoint.tensors, label if isinstance(label, dict) else {}, checkpoint.tensor)
+    except LayoutError as error:
+        raise CheckpointError(
+            f"`{checkpoint.root}`, {error}", "start from the checkpoint before it was quantized"
+        ) from error
+    config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+    if not packed.weights:
+        if label is None:
+            return checkpoint
+        if any(ref.dtype not in FLOAT_DTYPES and not _is_packed(n, ref) for n, ref in checkpoint.tensors.items()):
+            raise CheckpointError(
+                f"`{place}` has the quantization method `{str(method)[:80]}`, expected tensors in the layout of "
+                f"{', '.join(METHODS)} or mxfp4",
+                "start from the checkpoint before it was quantized",
+            )
+        if has_blocks:
+            return replace(checkpoint, config=config)
+        note = (
+            f"`{place}` names the quantization method `{str(method)[:80]}`, but no tensor is quantized: it is ignored"
+        )
+        return replace(checkpoint, config=config, notes=(*checkpoint.notes, note))
+    plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in packed.parts}
+    parts = {name: checkpoint.tensors[name] for name in packed.parts}
+    float_types = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
+    dtype = float_types.most_common(1)[0][0] if float_types else "BF16"
+    decoded = {
+        name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
+        for name, weight in packed.weights.items()
+    }
+    return replace(
+        checkpoint,
+        config=config,
+        tensors={**plain, **decoded},
+        packed=packed.weights,
+        parts=parts,
+        precision=packed.precision(),
+    )
+
+
+def _is_packed(name: str, ref: TensorRef) -> bool:
+    return ref.dtype in PACKED_DTYPES and name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
+
+
+def _locate(path: str) -> tuple[Path, str]:
+    """Return the folder and the model's name. Raises CheckpointError."""
+    if is_url(path):
+        return fetch(path, _PATTERNS), url_name(path)
+    root = Path(path).expanduser()
+    try:
+        is_folder, exists = root.is_dir(), root.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"cannot open `{path[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
+        # A name that is not UTF-8 has no place in a manifest.
+        return root, os.fsencode(root.resolve().name).decode("utf-8", "replace") or "model"
+    if exists:
+        raise CheckpointError(
+            f"`{path}` is a file, expected a model folder or a GGUF file", "name the folder that holds config.json"
+        )
+    if _HUB_ID.fullmatch(path) and not root.parent.is_dir():
+        return _download(path), path.rpartition("/")[2]
+    raise CheckpointError(f"no folder `{path}`, expected a Hugging Face model folder", "check the path")
+
+
+def _download(hub_id: str) -> Path:
+    """Fetch a hub snapshot. Raises CheckpointError if that fails."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The hub client has changed its HTTP library twice. The library's base error is a base of the hub's own error.
+    transport_errors: Any = HfHubHTTPError.__bases__
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_PATTERNS)))
+    except (OSError, HFValidationError, *transport_errors) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"no folder `{hub_id}` here, and the hub gave no model of that name: {reason}",
+            "check the path, or download the model and name its folder",
+        ) from error
