@@ -1,4 +1,4 @@
-"""How many weights a model has: in all, in a layer, in an expert, and those that one token is multiplied with."""
+"""Numbers of weights: of a model, a layer, an expert, and those that one token is multiplied with."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Does a model fit a machine, and how fast would it be? Answered from config.json, before a download, without torch."""
+"""Answers from config.json, before a download and without torch: what a model needs, and how fast it would be."""

@@ -42,7 +42,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a machine would do with a model at a bitwidth.
+    """Prediction for a machine, with a model at a bitwidth.
 
     needed_bytes: least `--memory`.
     held_share: share of the experts in memory; None: the model does not fit.

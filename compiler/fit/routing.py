@@ -1,4 +1,4 @@
-"""How often a token's experts are in memory, before the model is here: routing as trained models have it.
+"""Routing as trained models have it: the share of a token's experts that memory holds, before the model is here.
 
 The score of an expert is the sum of two normal numbers: one is the same for all tokens, the other is the token's own.
 The share of the first in the variance decides how much more popular some experts are than others. The cache holds the

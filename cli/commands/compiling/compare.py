@@ -38,9 +38,8 @@ def compare_command(
 ) -> None:  # fmt: skip
     """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target of its compile.
 
-    A compile makes these comparisons only up to a third of all its measurements. This command makes all of them. The
-    checkpoint and the data must be those of the compile. They are measured again, or their measurements are taken from
-    --measurements. The bundle does not change. The result is written to `NAME.comparison.json` next to it.
+    A compile makes only some of these comparisons. Checkpoint and data must be those of the compile. They are measured
+    again, unless --measurements has them. The result is written to `NAME.comparison.json` next to the bundle.
 
     \b
     moec compare mixtral-moec

@@ -220,7 +220,7 @@ MAX_SHOWN = 80
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the content of quality.json.")
 def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
-    """Compile the checkpoint in folder MODEL for a device. MODEL may also be a hub id, or a URL that fsspec can open.
+    """Compile folder MODEL for a device. MODEL may also be a hub id, a GGUF file, or a URL that fsspec can open.
 
     Give exactly one target. The search measures plans on the validation items. The certificate runs the bundle on the
     test items, with the same runtime as on the device.

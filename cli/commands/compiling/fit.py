@@ -34,11 +34,10 @@ _LARGE_WEIGHTS = 2_000_000_000
 )
 @json_option
 def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_json: bool) -> None:
-    """Predict from the config.json of MODEL alone, in seconds: a folder, a URL, or a model on the hub.
+    """Predict from the config.json of MODEL alone: a folder, a URL, or a model on the hub.
 
-    Of the hub only small files are fetched. Predicted speeds are those of single tokens after a short prompt. The range
-    comes from the routing, which nobody knows before a compile, and from how much of the reading hides behind
-    computing. Without --device, several sizes of memory have the rates of this machine.
+    Speeds are those of single tokens after a short prompt. Their range comes from the routing, which a compile
+    measures, and from how much of the reading overlaps with computing.
 
     \b
     moec fit Qwen/Qwen3-30B-A3B

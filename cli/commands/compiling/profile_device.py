@@ -28,9 +28,8 @@ from ...terminal import output
 def profile_device_command(target: Path | None, name: str, storage: Path, overwrite: bool, as_json: bool) -> None:
     """Measure memory, storage, threads and instruction sets of this machine, in about two seconds.
 
-    The file says how each number was measured. Copy it to the machine that compiles. Rates of a shared or warm machine
-    vary. Edit the numbers if you have better ones. Big and little cores are stated where the system
-    reports them. A GPU and a power draw are not measured; add them by hand.
+    The file says how each number was measured. Edit the numbers if you have better ones. A GPU and a power draw are not
+    measured; add them by hand.
 
     \b
     moec profile-device -o board.toml --storage /data      on the board

@@ -81,7 +81,7 @@ class Piece:
 
 
 def unpermuted(heads_key: str) -> Undo:
-    """Return what undoes the order of rows that llama.cpp's older rotary embedding wants: pairs side by side."""
+    """Return what undoes the order of rows of llama.cpp's older rotary embedding, which wants pairs in adjacent rows."""
 
     def undo(weight: Tensor, config: Config) -> Tensor:
         rows = weight.view(int(config[heads_key]), -1, 2, *weight.shape[1:])
