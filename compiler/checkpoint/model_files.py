@@ -1,4 +1,4 @@
-"""The part of a model that a family reads: its settings, the names of its tensors, and the numbers that decide its layers.
+"""The part of a model that a family reads: settings, names of tensors, and the numbers that decide its layers.
 
 A `Checkpoint` has them, and so has a config.json alone. This module needs no torch.
 """

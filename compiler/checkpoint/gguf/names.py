@@ -81,7 +81,7 @@ class Piece:
 
 
 def unpermuted(heads_key: str) -> Undo:
-    """Return what undoes the order of rows of llama.cpp's older rotary embedding, which wants pairs in adjacent rows."""
+    """Return what undoes llama.cpp's order of rows for its older rotary embedding: pairs in adjacent rows."""
 
     def undo(weight: Tensor, config: Config) -> Tensor:
         rows = weight.view(int(config[heads_key]), -1, 2, *weight.shape[1:])
