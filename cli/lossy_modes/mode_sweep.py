@@ -65,8 +65,7 @@ mode_sweep_option = click.option(
     cls=SectionOption,
     section="Lossy modes",
     metavar=f"sweep|{DYNAMIC}|SETTING;...",
-    help=f"Measure or predict all lossy modes, or these settings, against the exact run. `{DYNAMIC}` takes the "
-    "settings of a sweep with this mode alone.",
+    help="Measure or predict all lossy modes, one of them, or these settings, against the exact run.",
 )
 
 

@@ -123,8 +123,7 @@ _task = section_option("Task")
 work_memory_option = section_option("Machine")(
     "--memory",
     metavar="SIZE",
-    help="Memory for the work. It loads one layer at a time, and keeps as many as fit.  "
-    "[default: 7/8 of the machine's]",
+    help="Memory for the work. One layer is loaded at a time.  [default: 7/8 of the machine's]",
 )
 test_memory_option = click.option(
     "--memory", metavar="SIZE", help="Memory of the self-test.  [default: 7/8 of what is free]"

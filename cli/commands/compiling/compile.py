@@ -114,8 +114,7 @@ MAX_SHOWN = 80
 @_search(
     "--symmetric/--asymmetric",
     default=None,
-    help="With --uniform: formats without minima, or with.  "
-    "[default: without minima at 4 to 8 bits in groups of 32, so half a bit less]",
+    help="With --uniform: formats without minima, or with.  [default: without minima at 4 to 8 bits in groups of 32]",
 )
 @_search(
     "--sensitivity",
@@ -136,8 +135,7 @@ MAX_SHOWN = 80
     "--objective",
     type=click.Choice(["tpot", "bytes-per-token", "size"]),
     help="What the search minimises. size: bytes; bytes-per-token: bytes that a token reads; tpot: the longer time, "
-    "reading or computing.  [default: by the device: size if all experts fit, bytes-per-token if reading takes much "
-    "longer than computing, else tpot]",
+    "reading or computing.  [default: by the device]",
 )
 @_search(
     "--quantizer",
@@ -166,8 +164,7 @@ MAX_SHOWN = 80
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Let the search leave out experts, or keep all.  "
-    "[default: leave out with --loss and --kl, if losses come from gradients]",
+    help="Let the search leave out experts, or keep all.  [default: leave out with --loss and --kl]",
 )
 @_search(
     "--swaps",
@@ -181,8 +178,7 @@ MAX_SHOWN = 80
 @_search(
     "--comparisons/--no-comparisons",
     default=None,
-    help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: all comparisons if they are "
-    "cheap, else up to a third of all measurements; none for large models]",
+    help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: as far as they are cheap]",
 )
 @work_memory_option
 @_machine("--threads", type=int, metavar="N", help="Threads that compute.  [default: all processors of the process]")
