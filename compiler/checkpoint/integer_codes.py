@@ -18,7 +18,7 @@ Parts = Mapping[str, Tensor]
 _HOLDING_BITS = (2, 3, 4, 5, 6, 8)
 """Bitwidths of the formats that may hold codes exactly, smallest first."""
 
-LARGEST_ZERO = 256
+_LARGEST_ZERO = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class IntegerGrid:
         in_order = columns % groups == 0 and torch.equal(self.group_of, torch.arange(columns) // max(size, 1))
         if self.minima is not None:
             halves = is_half(self.scales), is_half(self.minima)
-            return CodeNeed(self.bits, columns, size if in_order else 0, (0, LARGEST_ZERO), *halves)
-        is_whole = bool(((self.zeros == self.zeros.round()) & (self.zeros.abs() <= LARGEST_ZERO)).all())
+            return CodeNeed(self.bits, columns, size if in_order else 0, None, *halves)
+        is_whole = bool(((self.zeros == self.zeros.round()) & (self.zeros.abs() <= _LARGEST_ZERO)).all())
         return CodeNeed(
             self.bits,
             columns,
@@ -74,7 +74,7 @@ class CodeNeed:
     bits: codes are 0 to 2^bits - 1.
     columns: columns of the matrix.
     group_size: columns of a group. 0 if groups are not runs of columns, or if zeros are not whole numbers.
-    zeros: the least and the largest zero; a range that no symmetric format holds if there are minima.
+    zeros: the least and the largest zero; None: minima stand in place of zeros, which no symmetric format holds.
     has_half_scales: float16 holds all scales.
     has_half_minima: float16 holds all minima, or all products of scale and zero.
     """
@@ -82,7 +82,7 @@ class CodeNeed:
     bits: int
     columns: int
     group_size: int
-    zeros: tuple[int, int]
+    zeros: tuple[int, int] | None
     has_half_scales: bool
     has_half_minima: bool
 
@@ -96,17 +96,18 @@ class CodeNeed:
         largest = (1 << self.bits) - 1
         if not spec.symmetric:
             return self.has_half_minima and largest <= spec.largest_code
+        if self.zeros is None:
+            return False
         low, high = self.zeros
         return high <= spec.centre and largest - low <= spec.largest_code - spec.centre
 
     def least_format(self) -> QuantSpec | None:
-        """Return the format of fewest bits that holds the matrix, symmetric if one does; None if no format does."""
+        """Return the format of fewest bits that holds the matrix, symmetric if it has zeros; None if no format does."""
         group = 0 if self.group_size == self.columns else self.group_size
         if group % COLUMNS_PER_TILE:
             return None
-        formats = (
-            QuantSpec(bits, group, symmetric=is_symmetric) for is_symmetric in (True, False) for bits in _HOLDING_BITS
-        )
+        is_symmetric = self.zeros is not None
+        formats = (QuantSpec(bits, group, symmetric=is_symmetric) for bits in _HOLDING_BITS)
         return next(filter(self.is_met_by, formats), None)
 
 

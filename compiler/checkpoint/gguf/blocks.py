@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..integer_codes import LARGEST_ZERO, CodeNeed, IntegerGrid, IntegerLayout, Parts
+from ..integer_codes import CodeNeed, IntegerGrid, IntegerLayout, Parts
 from ..packed_weights import LayoutError, PackedWeight
 
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -51,7 +51,7 @@ def block_weight(stored: str, shape: tuple[int, ...], kind: str) -> PackedWeight
             least = None if minima is None else minima(blocks)
             return IntegerGrid(bits, torch.full_like(scale, zero), scale, group_of, least)
 
-        zeros = (int(zero), int(zero)) if minima is None else (0, LARGEST_ZERO)
+        zeros = (int(zero), int(zero)) if minima is None else None
         need = CodeNeed(bits, shape[1], _BLOCK_COLUMNS, zeros, has_half_scales=True, has_half_minima=minima is not None)
         integers = IntegerLayout("", lambda parts: codes(_in_blocks(parts[BLOCKS], shape)).flatten(1), grid, need)
     return PackedWeight({BLOCKS: stored}, shape, f"GGUF {kind}", decode, integers, kind == "MXFP4", by_rows=True)
