@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +15,12 @@ from moec.manifests.files.limits import MAX_CONFIG_BYTES
 from .checkpoint import COMPANION_PATTERNS, FLOAT_DTYPES, PACKED_DTYPES, Checkpoint
 from .gguf.header import SUFFIX as GGUF_SUFFIX
 from .gguf.open_gguf import open_gguf
+from .locate import locate
 from .model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError
 from .text_part import has_text_part, text_part
-from .url import fetch, is_url, url_name
+from .url import is_url
 from .weight_files import BLOCKS_SUFFIX, INDEX_NAME, SCALES_SUFFIX, TensorRef, read_json, read_tensors
 
 EARLY_LABEL_NAME = "quantize_config.json"
@@ -28,7 +28,6 @@ EARLY_LABEL_NAME = "quantize_config.json"
 _PATTERNS = ("*.safetensors", INDEX_NAME, EARLY_LABEL_NAME, *COMPANION_PATTERNS)
 """Files of a model that are copied from a URL or a hub."""
 _NO_CONFIG = "a Hugging Face model folder has one; is this one?"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -43,7 +42,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     """
     if path.endswith(GGUF_SUFFIX) and not is_url(path) and Path(path).expanduser().is_file():
         return open_gguf(Path(path).expanduser())
-    root, name = _locate(path)
+    root, name = locate(path, _PATTERNS)
     inner = sorted([*root.glob(f"*/{CONFIG_NAME}"), *root.glob(f"snapshots/*/{CONFIG_NAME}")])
     remedy = f"name the model folder, like `{inner[0].parent}`" if inner else _NO_CONFIG
     config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, remedy)
@@ -135,41 +134,3 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
 
 def _is_packed(name: str, ref: TensorRef) -> bool:
     return ref.dtype in PACKED_DTYPES and name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
-
-
-def _locate(path: str) -> tuple[Path, str]:
-    """Return the folder and the model's name. Raises CheckpointError."""
-    if is_url(path):
-        return fetch(path, _PATTERNS), url_name(path)
-    root = Path(path).expanduser()
-    try:
-        is_folder, exists = root.is_dir(), root.exists()
-    except OSError as error:  # a name that is too long
-        raise CheckpointError(f"cannot open `{path[:80]}`: {error.strerror or error}", "check the path") from error
-    if is_folder:
-        # A name that is not UTF-8 has no place in a manifest.
-        return root, os.fsencode(root.resolve().name).decode("utf-8", "replace") or "model"
-    if exists:
-        raise CheckpointError(
-            f"`{path}` is a file, expected a model folder or a GGUF file", "name the folder that holds config.json"
-        )
-    if _HUB_ID.fullmatch(path) and not root.parent.is_dir():
-        return _download(path), path.rpartition("/")[2]
-    raise CheckpointError(f"no folder `{path}`, expected a Hugging Face model folder", "check the path")
-
-
-def _download(hub_id: str) -> Path:
-    """Fetch a hub snapshot. Raises CheckpointError if that fails."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    # The hub client has changed its HTTP library twice. The library's base error is a base of the hub's own error.
-    transport_errors: Any = HfHubHTTPError.__bases__
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_PATTERNS)))
-    except (OSError, HFValidationError, *transport_errors) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"no folder `{hub_id}` here, and the hub gave no model of that name: {reason}",
-            "check the path, or download the model and name its folder",
-        ) from error

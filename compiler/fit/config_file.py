@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.files.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 
+from ..checkpoint.locate import locate
 from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from ..checkpoint.text_part import has_text_part, text_part
-from ..checkpoint.url import fetch, is_url, url_name
 from ..checkpoint.weight_files import INDEX_NAME, TensorRef, read_json
 
 CACHE = Path(".cache") / "moec" / "configs"
@@ -57,7 +56,7 @@ def open_config(model: str) -> ConfigFile:
 
     Raises CheckpointError if there is none, or if the model has no experts.
     """
-    root, name = _locate(model)
+    root, name = locate(model, _SMALL, Path.home() / CACHE)
     config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, _REMEDY)
     if has_text_part(config):
         config = text_part(config, {})[0]
@@ -86,37 +85,3 @@ def _stored_bytes(root: Path) -> int | None:
         if type(stated) in (int, float) and math.isfinite(stated) and stated > 0:
             return int(stated)
     return sum(path.stat().st_size for path in root.glob("*.safetensors")) or None
-
-
-def _locate(model: str) -> tuple[Path, str]:
-    """Return the folder with the small files of a model, and its name. Raises CheckpointError."""
-    if is_url(model):
-        return fetch(model, _SMALL, Path.home() / CACHE), url_name(model)
-    root = Path(model).expanduser()
-    try:
-        is_folder, exists = root.is_dir(), root.exists()
-    except OSError as error:  # a name that is too long
-        raise CheckpointError(f"cannot open `{model[:80]}`: {error.strerror or error}", "check the path") from error
-    if is_folder:
-        return root, root.resolve().name or "model"
-    if exists:
-        raise CheckpointError(f"`{model}` is a file, expected a model folder", _REMEDY)
-    if model.count("/") != 1 or root.parent.is_dir():
-        raise CheckpointError(f"no folder `{model}`", _REMEDY)
-    return _download(model), model.rpartition("/")[2]
-
-
-def _download(hub_id: str) -> Path:
-    """Fetch the small files of a model on the hub. Raises CheckpointError."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError as error:
-        remedy = "install `huggingface_hub`, or download config.json and name its folder"
-        raise CheckpointError(f"`{hub_id}` lies on the hub, and the hub's client is not installed", remedy) from error
-    transport_errors: Any = HfHubHTTPError.__bases__  # the client has changed its HTTP library twice
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_SMALL)))
-    except (OSError, HFValidationError, json.JSONDecodeError, *transport_errors) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"the hub gave no model `{hub_id}`: {reason}", _REMEDY) from error

@@ -10,10 +10,10 @@ from moec.manifests.model import ModelSpec, keeps_16_bits
 from moec.manifests.weight_counts import all_weights, expert_weights
 from moec.profiles.device import DeviceProfile
 from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scratch_bytes, tables_bytes
-from moec.profiles.predict import compute_ns, storage_ns
+from moec.profiles.predict import compute_ns, expected_misses, storage_ns
 
 from .config_file import ConfigFile
-from .routing import COMMON_SHARE, HIGH_SHARE, LOW_SHARE, missed_share
+from .routing import COMMON_SHARE, HIGH_SHARE, LOW_SHARE, popularity
 
 BITS = (2.3, 3.0, 4.0, 4.5, 8.0)
 """Bits of a weight of an expert, scales included."""
@@ -22,6 +22,7 @@ LEAST_DENSE_BITS = 4.5
 _TOKENIZER_BYTES_PER_TOKEN = 80
 """tokenizer.json of Qwen3 has 75 bytes for each token, that of gpt-oss-20b 139."""
 _HALF = 2
+SHARES = (LOW_SHARE, COMMON_SHARE, HIGH_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,6 @@ def _row(model: ModelSpec, files: ConfigFile, context: int, machines: Sequence[D
         minimum_expert_bytes=round(max(size * model.layers[layer].experts.top_k for layer, size in sizes.items())),
     )
     used = {layer: size * model.reads_per_token(layer) for layer, size in sizes.items()}
-    reads = sum(model.reads_per_token(layer) for layer in sizes)
     outlooks = []
     for machine in machines:
         room = machine.memory_budget_bytes - fixed.fixed_bytes
@@ -113,25 +113,24 @@ def _row(model: ModelSpec, files: ConfigFile, context: int, machines: Sequence[D
             outlooks.append(Outlook(fixed.floor_bytes))
             continue
         held, wanted = min(1.0, room / experts), sum(used.values())
-        missed = {share: _missed(model, used, held, share) for share in (LOW_SHARE, COMMON_SHARE, HIGH_SHARE)}
+        missed = {share: expected_misses(_reads(model, sizes, share), room) for share in SHARES}
         computing = compute_ns(machine, round(decoded + wanted))
-        reading = {
-            share: storage_ns(machine, size, reads * size / wanted if wanted else 0.0) for share, size in missed.items()
-        }
+        reading = {share: storage_ns(machine, *of_share) for share, of_share in missed.items()}
         slowest, fastest = computing + reading[LOW_SHARE], max(computing, reading[HIGH_SHARE])
         usual = (computing + reading[COMMON_SHARE] + max(computing, reading[COMMON_SHARE])) / 2
-        hits = 1 - missed[COMMON_SHARE] / wanted if wanted else 1.0
+        hits = 1 - missed[COMMON_SHARE][0] / wanted if wanted else 1.0
         outlooks.append(Outlook(fixed.floor_bytes, held, hits, 1e9 / usual, 1e9 / slowest, 1e9 / fastest))
     return BitsRow(bits, round(dense + experts), tuple(outlooks))
 
 
-def _missed(model: ModelSpec, used: dict[int, float], held: float, common_share: float) -> float:
-    """Return the bytes that a token reads from storage."""
-    layers = {layer: model.layers[layer].experts for layer in used}
-    return sum(
-        size * missed_share(layers[layer].count, layers[layer].top_k, held, common_share)
-        for layer, size in used.items()
-    )
+def _reads(model: ModelSpec, sizes: dict[int, float], common_share: float) -> list[tuple[int, float]]:
+    """Return bytes and reads per token of each routed expert."""
+    found = []
+    for layer, size in sizes.items():
+        experts, reads = model.layers[layer].experts, model.reads_per_token(layer)
+        shares = popularity(experts.count, experts.top_k, common_share)
+        found += [(round(size), reads * share) for share in shares]
+    return found
 
 
 def _dense_bytes(name: str, shape: tuple[int, ...], bits: float) -> float:

@@ -2,9 +2,11 @@
 
 The score of an expert is the sum of two normal numbers: one is the same for all tokens, the other is the token's own.
 The share of the first in the variance decides how much more popular some experts are than others. The cache holds the
-most popular ones. With a share of 0.22 it misses 6, 19 and 46 % of the experts of OLMoE's shape if it holds 75, 50 and
-25 % of them. The yardstick, whose routing lies in the ranges of trained models, misses 5, 21 and 44 %
-(bench/yardstick, LRFU). Shares of 0.1 and 0.4 are the ends of the range.
+most popular ones (`expected_misses`).
+
+With a share of 0.22 it misses 6, 19 and 46 % of the experts of OLMoE's shape if it holds 75, 50 and 25 % of them. The
+yardstick, whose routing lies in the ranges of trained models, misses 5, 21 and 44 % (bench/yardstick, LRFU). Shares of
+0.1 and 0.4 are the ends of the range.
 """
 
 from __future__ import annotations
@@ -29,15 +31,3 @@ def popularity(count: int, top_k: int, common_share: float) -> tuple[float, ...]
         chosen = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
         total += np.sort(np.bincount(chosen.ravel(), minlength=count))[::-1]
     return tuple((total / total.sum()).tolist())
-
-
-def missed_share(count: int, top_k: int, held_share: float, common_share: float = COMMON_SHARE) -> float:
-    """Return the share of a token's experts that are not in memory.
-
-    held_share: share of a layer's experts that memory holds. A part of an expert counts as that part.
-    """
-    held = min(1.0, max(0.0, held_share)) * count
-    shares = popularity(count, top_k, common_share)
-    whole = int(held)
-    found = sum(shares[:whole]) + (held - whole) * (shares[whole] if whole < count else 0.0)
-    return max(0.0, 1.0 - found)

@@ -46,6 +46,19 @@ def test_this_machine_has_several_sizes_of_memory(invoke: Invoke, model: Path, m
         assert column in result.stdout
 
 
+def test_memory_beyond_the_whole_model_has_no_column(
+    invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moec.profiles.loading import load_profile
+
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    laptop = load_profile("laptop")
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: laptop)
+    titles = [machine["title"] for machine in json.loads(invoke("fit", model, "--json").stdout)["machines"]]
+    assert titles == ["2GiB", "4GiB"]
+
+
 def test_json_has_everything(invoke: Invoke, model: Path) -> None:
     result = invoke("fit", model, "--device", "laptop", "--json")
     told = json.loads(result.stdout)

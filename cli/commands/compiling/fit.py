@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
@@ -37,7 +37,7 @@ def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_js
     """Predict from the config.json of MODEL alone: a folder, a URL, or a model on the hub.
 
     Speeds are those of single tokens after a short prompt. Their range comes from the routing, which a compile
-    measures, and from how much of the reading overlaps with computing.
+    measures, and from how much of the reading overlaps with computing. Models of a few million weights are slower.
 
     \b
     moec fit Qwen/Qwen3-30B-A3B
@@ -56,10 +56,12 @@ def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_js
         )
     machines = _machines([name for given in devices for name in given.split(",")])
     counts, rows = count_parameters(spec), estimate(spec, files, tokens, [each for _, each in machines])
+    if not devices:
+        machines, rows = _needed(machines, rows)
     if as_json:
         output.data_json(_plain(files, spec, tokens, counts, machines, rows))
         return
-    output.data(_facts(files, spec, tokens, counts, machines[-1][1] if not devices else None))
+    output.data(_facts(files, spec, tokens, counts, machines[0][1] if not devices else None))
     output.data("\n" + _table("predicted tokens/s (slowest-fastest)", machines, rows, _speed))
     output.data("\n" + _table("share of experts in memory, share of reads that they serve", machines, rows, _hits))
     output.data("\n" + _next(model, counts))
@@ -79,6 +81,17 @@ def _machines(devices: list[str]) -> list[tuple[str, DeviceProfile]]:
     sizes += [size for size in MEMORY_SIZES if size >= host.memory_budget_bytes]
     titled = [(exact_bytes(size), with_memory(host, size)) for size in sizes]
     return [*titled, (f"free here {human_bytes(host.memory_budget_bytes)}", host)]
+
+
+def _needed(
+    machines: list[tuple[str, DeviceProfile]], rows: list[BitsRow]
+) -> tuple[list[tuple[str, DeviceProfile]], list[BitsRow]]:
+    """Return the machines up to the first that holds all experts at every bitwidth, and their columns."""
+    holding = [all(row.outlooks[at].held_share == 1 for row in rows) for at in range(len(machines))]
+    kept = [at for at in range(len(machines)) if not any(holding[:at])]
+    return [machines[at] for at in kept], [
+        replace(row, outlooks=tuple(row.outlooks[at] for at in kept)) for row in rows
+    ]
 
 
 def _facts(files: ConfigFile, spec: ModelSpec, tokens: int, counts: Parameters, host: DeviceProfile | None) -> str:
