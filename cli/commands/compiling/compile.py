@@ -243,7 +243,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     values |= prescribed_compile(values["preset"], given)
     sweep = _check_before_imports(values)
     options = compile_options(values)
-    destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
+    destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name.removesuffix('.gguf') or 'model'}-moec")
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     if values["threads"] is not None and values["cluster"]:

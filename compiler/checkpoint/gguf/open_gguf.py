@@ -26,7 +26,7 @@ from .blocks import BLOCKS, PLAIN, block_weight
 from .header import SUFFIX, GgufHead, StoredTensor, read_head
 from .names import Piece, Undo, pieces
 from .settings import config_of
-from .tokenizer_files import tokenizer_files
+from .tokenizer_files import TEMPLATE_NAME, tokenizer_files
 
 CACHE = Path(".cache") / "moec" / "gguf"
 """Below the home folder; holds one folder for each file."""
@@ -117,9 +117,8 @@ def _write_small_files(head: GgufHead, config: Mapping[str, Any], cache: Path | 
     folder, disk = parent / f"{head.path.stem[:60]}-{digest.hexdigest()[:16]}", Disk()
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if path.name not in files:
-                path.unlink()
+        if TEMPLATE_NAME not in files:
+            (folder / TEMPLATE_NAME).unlink(missing_ok=True)
         for name, content in files.items():
             if not (folder / name).is_file() or (folder / name).read_bytes() != content:
                 disk.write_file(folder / name, content)

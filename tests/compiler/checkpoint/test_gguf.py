@@ -13,7 +13,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
+from moec.cli.main import cli
 from moec.compiler.checkpoint.checkpoint import Checkpoint
 from moec.compiler.checkpoint.gguf.header import read_head
 from moec.compiler.checkpoint.gguf.open_gguf import open_gguf
@@ -24,9 +27,11 @@ from moec.compiler.quantization.own_codes import exact_matrices
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
+from moec.runtime import load
 from tests.tiny_models import save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 Types = gguf.GGMLQuantizationType
+TOKENS = list(range(4, 40))
 SAVED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "olmoe": ("olmoe", save_tiny_olmoe),
     "qwen3moe": ("qwen3_moe", partial(save_tiny_qwen3_moe, norm_topk_prob=True)),
@@ -161,6 +166,39 @@ def test_a_path_that_ends_in_gguf_is_opened_as_such(
     (tmp_path / "tokenizer.json").write_bytes((olmoe / "tokenizer.json").read_bytes())
     again = open_checkpoint(str(tmp_path / "model.gguf"))
     assert (again.root / "tokenizer.json").read_bytes() == (olmoe / "tokenizer.json").read_bytes()
+
+
+def test_a_compile_of_a_file_keeps_its_codes(olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    lowering = write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q4_0)
+    options = [
+        "--uniform",
+        "4",
+        "--group-size",
+        "32",
+        "--symmetric",
+        "--dense-bits",
+        "16",
+        "--device",
+        "raspberry-pi-4b-sd",
+    ]
+    result = CliRunner().invoke(cli, ["compile", "model.gguf", *options])
+    assert result.exit_code == 0, result.stderr
+    quality = json.loads((tmp_path / "model-moec" / "quality.json").read_text())
+    assert quality["own_codes"] == {"held": len(lowering.units), "of": len(lowering.units)}
+    assert quality["baseline_precision"] == "GGUF Q4_0"
+    with load(tmp_path / "model-moec", expert_cache="100%") as engine:
+        found = engine.logits(TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(olmoe, dtype=torch.float32)
+    for block in model.model.layers:
+        for stack in (block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj):
+            blocks = gguf.quantize(stack.detach().numpy(), Types.Q4_0)
+            stack.data = torch.from_numpy(gguf.dequantize(blocks, Types.Q4_0))
+    expected = model(torch.tensor([TOKENS])).logits[0].detach().numpy()
+    # Activations have 8 bits, which may send a token to other experts: few tokens differ by more.
+    errors = np.abs(found - expected).max(1) / np.abs(expected).max()
+    assert np.median(errors) <= 0.03
 
 
 @pytest.mark.parametrize(
