@@ -10,7 +10,7 @@ from moec.evaluation.engine import TextEngine
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
-from moec.manifests.weight_counts import all_weights
+from moec.profiles.weight_counts import all_weights
 
 from ..checkpoint.url import is_url
 from ..families import Lowering

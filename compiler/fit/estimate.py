@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 
 from moec.manifests.model import ModelSpec, keeps_16_bits
-from moec.manifests.weight_counts import all_weights, expert_weights
 from moec.profiles.device import DeviceProfile
 from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scratch_bytes, tables_bytes
 from moec.profiles.predict import compute_ns, expected_misses, storage_ns
+from moec.profiles.weight_counts import all_weights, expert_weights
 
 from .config_file import ConfigFile
 from .routing import COMMON_SHARE, HIGH_SHARE, LOW_SHARE, popularity

@@ -6,7 +6,7 @@ from functools import partial
 
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ModelSpec
-from moec.manifests.weight_counts import active_weights, all_weights, expert_weights
+from moec.profiles.weight_counts import active_weights, all_weights, expert_weights
 
 from ..checkpoint.tokenizer import load_tokenizer
 from ..linear_maps import (

@@ -9,8 +9,8 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
-from moec.manifests.weight_counts import all_weights
 from moec.profiles.memory_floor import answers_kv_bytes, kv_bytes
+from moec.profiles.weight_counts import all_weights
 
 from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer

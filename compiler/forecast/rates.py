@@ -21,8 +21,8 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.manifests.weight_counts import active_layer_weights, expert_weights, layer_weights
 from moec.profiles.probe import measure_memory
+from moec.profiles.weight_counts import active_layer_weights, expert_weights, layer_weights
 from moec.runtime import kernels
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer

@@ -15,7 +15,7 @@ import torch
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.manifests.weight_counts import active_layer_weights, active_weights, all_weights, layer_weights
+from moec.profiles.weight_counts import active_layer_weights, active_weights, all_weights, layer_weights
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..effort import QUICK_ITEMS

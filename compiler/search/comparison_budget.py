@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
-from moec.manifests.weight_counts import active_weights
+from moec.profiles.weight_counts import active_weights
 
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.trials import Trials

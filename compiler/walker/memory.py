@@ -14,8 +14,8 @@ from math import prod
 from moec.manifests.model import ModelSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
-from moec.manifests.weight_counts import active_weights, expert_weights, layer_weights, outside_weights
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT, kv_bytes
+from moec.profiles.weight_counts import active_weights, expert_weights, layer_weights, outside_weights
 
 from ..effort import Effort
 from .texts import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD, TOKENS_PER_FORWARD

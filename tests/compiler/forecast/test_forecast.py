@@ -27,7 +27,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
 from moec.manifests.runtime_limits import MOST_ANSWER_SLOTS
-from moec.manifests.weight_counts import active_weights, all_weights
+from moec.profiles.weight_counts import active_weights, all_weights
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_dialogues, save_model, save_texts
 from tests.tiny_switch import save_tiny_switch
 

@@ -32,7 +32,7 @@ from moec.compiler.walker.memory import (
     usual_texts,
 )
 from moec.manifests.errors import OptionError
-from moec.manifests.weight_counts import active_weights, layer_weights
+from moec.profiles.weight_counts import active_weights, layer_weights
 from tests.compiler.lowered import lowered
 from tests.compiler.search.toy_search import SPECS, toy_model
 from tests.tiny_compile import make_request

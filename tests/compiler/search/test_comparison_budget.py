@@ -21,7 +21,7 @@ from moec.compiler.search.comparison_budget import (
     baseline_items,
 )
 from moec.compiler.sensitivity.trials import Trials
-from moec.manifests.weight_counts import active_weights
+from moec.profiles.weight_counts import active_weights
 from tests.tiny_compile import check_bundle, contents, make_request, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

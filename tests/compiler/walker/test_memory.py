@@ -15,7 +15,7 @@ import pytest
 
 from moec.compiler.walker.memory import sweep_bytes
 from moec.manifests.quant import QuantSpec
-from moec.manifests.weight_counts import layer_weights
+from moec.profiles.weight_counts import layer_weights
 from tests.compiler.lowered import lowered
 from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

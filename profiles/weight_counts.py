@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from .model import ModelSpec
+from moec.manifests.model import ModelSpec
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
