@@ -116,11 +116,11 @@ class RuntimeOptions:
     )
     context: int = setting(
         0,
-        "Longest sequence. A longrope model takes its long form if this exceeds its original context.",
+        "Longest sequence. A longrope model takes its long form throughout, if this exceeds its original context.",
         group="common",
         metavar="N",
         bounds=(0, None),
-        default_text="the model's, at most 4096",
+        default_text="the model's context, of longrope the original one, at most 4096",
     )
     policy: Policy = setting(
         "lrfu",

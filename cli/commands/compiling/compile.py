@@ -129,7 +129,7 @@ MAX_SHOWN = 80
     default="knapsack",
     show_default=True,
     help="knapsack: every unit its own format; edgemoe: importance list and count; edgemoe-popularity: the list weighs "
-    "how often tokens use an expert.",
+    "uses.",
 )
 @_search(
     "--objective",
