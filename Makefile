@@ -68,11 +68,18 @@ demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show 
 TOOLS := build/quantization-tools
 TOOL_PACKAGES = auto-gptq==0.7.1 autoawq==0.2.9 compressed-tensors==0.19.0 loguru==0.7.3 accelerate==1.15.0 psutil==7.2.2
 
-quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ and compressed-tensors, for the tests of their layouts
+# Of llama.cpp only the converter is taken, from the sources that its binding brings.
+LLAMA_CPP = llama-cpp-python==0.3.36
+CONVERTER = convert_hf_to_gguf.py conversion gguf-py
+
+quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ, compressed-tensors, llama.cpp's converter, for the tests of their layouts
 
 $(TOOLS)/.ready: | $(BIN)/python
 	@BUILD_CUDA_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TOOLS) \
-	    $(TOOL_PACKAGES) && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
+	    $(TOOL_PACKAGES) && $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+	    --dest $(TOOLS) $(LLAMA_CPP) && mkdir -p $(TOOLS)/llama.cpp && \
+	    tar xzf $(TOOLS)/llama_cpp_python-*.tar.gz -C $(TOOLS)/llama.cpp --strip-components=3 --wildcards \
+	    $(CONVERTER:%='*/vendor/llama.cpp/%') && rm $(TOOLS)/llama_cpp_python-*.tar.gz && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
 
 # What the tests of shipping compare with. Its packages pin versions of their own, so it is an environment of its own.
 SHIPPING_TOOLS := build/shipping-tools

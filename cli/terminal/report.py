@@ -146,7 +146,7 @@ def verdict_line(quality: Quality) -> str:
     if verdict == "not measured" and kind in ("loss", "kl"):
         return "the plan alone: nothing is proven before a bundle is certified on held-out items"
     if kind == "uniform":
-        return "`--uniform` measures no quality: `moec eval` does"
+        return "no quality was measured: `moec eval` does"
     if verdict in ("measured", "not measured"):
         return f"no loss target was asked for: quality is {verdict}"
     tasks = quality["tasks"].values()

@@ -52,10 +52,9 @@ from moec.profiles.device_json import encode_device
 
 from ..calibration.tables import Tables, encode_tables
 from ..families import Lowering
-from ..quantization.own_codes import unit_matrix
+from ..quantization.own_codes import dense_matrices, unit_matrix
 from ..quantization.packing import pack, pack_16bit
 from ..quantization.quantizers import Quantizer, quantizer
-from ..quantization.quantizers.rtn import rounded_rows
 from ..request.plan import CompilePlan
 from ..workspace.durable import Disk, StreamingFile, disk_errors
 from ..workspace.parallel import Workers, workers
@@ -231,12 +230,19 @@ def producer() -> str:
         return "moec (not installed)"
 
 
-def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]:
-    """Yield a dense matrix in its format, a bounded number of rows at a time. Joined, they are the packed matrix."""
-    if spec.bitwidth == 16:
-        yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
+def packed_dense(lowering: Lowering, name: str, spec: QuantSpec) -> Iterator[np.ndarray]:
+    """Yield a dense weight in its format, a bounded number of rows at a time. Joined, they are the packed weight.
+
+    Raises CheckpointError. Raises ValueError if the format does not hold it.
+    """
+    if spec.bitwidth != 16:
+        yield from map(pack, dense_matrices(lowering, name, spec))
+        return
+    weight = lowering.dense_weight(name)
+    if weight.ndim == 1:
+        yield weight.view(torch.uint8).numpy()
     else:
-        yield from (pack(matrix) for _, matrix in rounded_rows(weight, spec))
+        yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
 
 
 class _Emitter:
@@ -281,10 +287,9 @@ class _Emitter:
         with self._disk.create(self._partial / DENSE_NAME) as file:
             file.write(header)
             for name, shape in self._plan.model.dense_shapes().items():
-                weight, spec = self._lowering.dense_weight(name), self._plan.dense[name]
+                spec = self._plan.dense[name]
                 size += _dense_bytes(shape, spec)
-                pieces = iter([weight.view(torch.uint8).numpy()]) if len(shape) == 1 else packed_pieces(weight, spec)
-                checksum = xxhash.xxh3_128()
+                pieces, checksum = packed_dense(self._lowering, name, spec), xxhash.xxh3_128()
                 for piece in self._translated(self._lowering.dense[name].name, pieces):
                     checksum.update(piece.data)
                     file.write(piece.data)

@@ -220,9 +220,11 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
     precision = quality.get("baseline_precision")
     if precision:
         codes = quality["own_codes"]
+        rounded = codes.get("rounded_scales", 0)
+        scales = f" The scales of {rounded} are rounded to 16 bits." if rounded else ""
         lines += [
             f"The checkpoint stores weights as {precision}; what they decode to is the baseline. "
-            f"{codes['held']} of {codes['of']} expert projections keep the checkpoint's own codes.",
+            f"{codes['held']} of {codes['of']} expert projections keep the checkpoint's own codes.{scales}",
             "",
         ]
     for name, title in (pictures or {}).items():

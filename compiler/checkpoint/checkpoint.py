@@ -133,14 +133,19 @@ class Checkpoint:
             if suffix != without
         }
 
-    def integer_codes(self, name: str) -> IntegerCodes | None:
-        """Return the codes of a weight that is stored as integers, None for others. Raises CheckpointError."""
+    def integer_codes(self, name: str, rows: tuple[int, int] | None = None) -> IntegerCodes | None:
+        """Return the codes of a weight that is stored as integers, None for others.
+
+        rows: start and stop of the rows, or None for all. Raises CheckpointError.
+        """
         layout = self.packed[name].integers if name in self.packed else None
         if layout is None:
             return None
-        parts = self.stored_parts(name)
+        reads_rows = self.packed[name].by_rows
+        parts = self.stored_parts(name, rows=rows if reads_rows else None)
         with self._layout_errors(name):
-            return IntegerCodes(layout.codes(parts), layout.grid(parts))
+            stored = IntegerCodes(layout.codes(parts), layout.grid(parts))
+        return stored if rows is None or reads_rows else stored.select(*rows)
 
     def code_need(self, name: str) -> CodeNeed | None:
         """Return what a format needs to hold a weight that is stored as integers, None for others. Reads no codes.

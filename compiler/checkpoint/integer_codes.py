@@ -7,7 +7,7 @@ Shapes: N rows, K columns, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class IntegerGrid:
 
 @dataclass(frozen=True, slots=True)
 class CodeNeed:
-    """Requirements for a format that holds any codes of a matrix exactly.
+    """Requirements for a format that holds any codes of a matrix: to the last bit, unless it rounds scales.
 
     bits: codes are 0 to 2^bits - 1.
     columns: columns of the matrix.
@@ -77,6 +77,7 @@ class CodeNeed:
     zeros: the least and the largest zero; None: minima stand in place of zeros, which no symmetric format holds.
     has_half_scales: float16 holds all scales.
     has_half_minima: float16 holds all minima, or all products of scale and zero.
+    rounds_scales: float16 holds scales and minima to 2^-11, which changes weights by less than a hundredth of a code.
     """
 
     bits: int
@@ -85,24 +86,26 @@ class CodeNeed:
     zeros: tuple[int, int] | None
     has_half_scales: bool
     has_half_minima: bool
+    rounds_scales: bool = False
 
     def is_met_by(self, spec: QuantSpec) -> bool:
-        """Return whether this format holds the matrix to the last bit. Its groups may be finer."""
+        """Return whether this format holds all codes, and scales as float16 has them. Its groups may be finer."""
         has_plain_scales = spec.bitwidth not in (0, 16) and not (spec.is_mxfp4 or spec.byte_scales)
-        if not self.has_half_scales or not has_plain_scales or not spec.fits(self.columns):
+        has_scales = self.has_half_scales or self.rounds_scales
+        if not has_scales or not has_plain_scales or not spec.fits(self.columns):
             return False
         if not self.group_size or self.group_size % (spec.group_size or self.columns):
             return False
         largest = (1 << self.bits) - 1
         if not spec.symmetric:
-            return self.has_half_minima and largest <= spec.largest_code
+            return (self.has_half_minima or self.rounds_scales) and largest <= spec.largest_code
         if self.zeros is None:
             return False
         low, high = self.zeros
         return high <= spec.centre and largest - low <= spec.largest_code - spec.centre
 
     def least_format(self) -> QuantSpec | None:
-        """Return the format of fewest bits that holds the matrix, symmetric if it has zeros; None if no format does."""
+        """Return the format of fewest bits that holds the codes, symmetric if it has zeros; None if no format does."""
         group = 0 if self.group_size == self.columns else self.group_size
         if group % COLUMNS_PER_TILE:
             return None
@@ -133,6 +136,13 @@ class IntegerCodes:
 
     codes: Tensor
     grid: IntegerGrid
+
+    def select(self, start: int, stop: int) -> IntegerCodes:
+        """Return some of the rows."""
+        grid, rows = self.grid, slice(start, stop)
+        minima = None if grid.minima is None else grid.minima[rows]
+        selected = replace(grid, zeros=grid.zeros[rows], scales=grid.scales[rows], minima=minima)
+        return IntegerCodes(self.codes[rows], selected)
 
 
 def is_half(values: Tensor) -> bool:

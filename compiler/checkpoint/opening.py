@@ -13,14 +13,13 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.files.limits import MAX_CONFIG_BYTES
 
 from .checkpoint import COMPANION_PATTERNS, FLOAT_DTYPES, PACKED_DTYPES, Checkpoint
-from .gguf.header import SUFFIX as GGUF_SUFFIX
+from .gguf.header import is_gguf
 from .gguf.open_gguf import open_gguf
 from .locate import locate
 from .model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError
 from .text_part import has_text_part, text_part
-from .url import is_url
 from .weight_files import BLOCKS_SUFFIX, INDEX_NAME, SCALES_SUFFIX, TensorRef, read_json, read_tensors
 
 EARLY_LABEL_NAME = "quantize_config.json"
@@ -40,7 +39,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     * the index does not match its shards;
     * a dtype is not bfloat16, float16 or float32.
     """
-    if path.endswith(GGUF_SUFFIX) and not is_url(path) and Path(path).expanduser().is_file():
+    if is_gguf(path):
         return open_gguf(Path(path).expanduser())
     root, name = locate(path, _PATTERNS)
     inner = sorted([*root.glob(f"*/{CONFIG_NAME}"), *root.glob(f"snapshots/*/{CONFIG_NAME}")])

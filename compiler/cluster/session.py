@@ -29,7 +29,7 @@ _ANSWERING_BYTES_PER_WEIGHT = 2 + 1
 def check_cluster(kind: str, torch_device: str = DEFAULT_TORCH_DEVICE) -> None:
     """Raise OptionError where a cluster would have nothing to do, or where its workers compute on another device."""
     if kind == "uniform":
-        raise OptionError("`--cluster` has no effect with `--uniform`, which searches nothing", "leave it out")
+        raise OptionError("`--cluster` has no effect without a search", "leave it out")
     if torch_device != DEFAULT_TORCH_DEVICE:
         raise OptionError(
             f"the workers of `--cluster` compute on their CPUs, found `--torch-device {torch_device}`",

@@ -116,10 +116,10 @@ class Lowering:
     @property
     def own_unit_spec(self) -> QuantSpec:
         """Format of unquantized routed projections: mxfp4 if the checkpoint holds it, else 16 bits."""
-        is_mxfp4 = bool(self.units) and all(map(self._is_mxfp4, self.units.values()))
+        is_mxfp4 = bool(self.units) and all(map(self.is_mxfp4, self.units.values()))
         return QuantSpec.parse("mxfp4") if is_mxfp4 else self.spec_16bit
 
-    def _is_mxfp4(self, source: TensorSource) -> bool:
+    def is_mxfp4(self, source: TensorSource) -> bool:
         """Return whether a weight is stored in MXFP4, and its 16-bit type holds all such values."""
         packed = self.checkpoint.packed.get(source.name) if source.is_whole else None
         has_rows = packed is not None and packed.is_mxfp4 and self.float_type == "bfloat16"
@@ -137,8 +137,19 @@ class Lowering:
 
     def code_need(self, unit: UnitKey) -> CodeNeed | None:
         """Return what a format needs to hold the codes of a unit, None without codes. Raises CheckpointError."""
-        source = self.units[unit]
+        return self._need(self.units[unit])
+
+    def dense_code_need(self, name: str) -> CodeNeed | None:
+        """Return what a format needs to hold a dense matrix, None without codes. Raises CheckpointError."""
+        return self._need(self.dense[name])
+
+    def _need(self, source: TensorSource) -> CodeNeed | None:
         return self.checkpoint.code_need(source.name) if source.is_whole else None
+
+    def dense_codes(self, name: str, rows: tuple[int, int]) -> IntegerCodes | None:
+        """Return the codes of some rows of a dense matrix, None if it has none. Raises CheckpointError."""
+        source = self.dense[name]
+        return self.checkpoint.integer_codes(source.name, rows) if source.is_whole else None
 
     def unit_codes(self, unit: UnitKey) -> IntegerCodes | None:
         """Return the codes of a unit, None if it is not stored as integers. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""The config.json of a model that may not be here: of a folder, of a URL, or of a model on the hub."""
+"""The settings of a model whose weights may not be here: of a folder, a URL, a model on the hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.files.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 
+from ..checkpoint.gguf.header import SUFFIX, is_gguf, read_head
+from ..checkpoint.gguf.settings import config_of
 from ..checkpoint.locate import locate
 from ..checkpoint.model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from ..checkpoint.text_part import has_text_part, text_part
@@ -52,10 +54,15 @@ class ConfigFile:
 
 
 def open_config(model: str) -> ConfigFile:
-    """Open the config.json of a model.
+    """Open the config.json of a model, or the head of a GGUF file.
 
     Raises CheckpointError if there is none, or if the model has no experts.
     """
+    if is_gguf(model):
+        head = read_head(Path(model).expanduser())
+        stored_bytes = sum(tensor.size_bytes for tensor in head.tensors.values())
+        name = head.path.name.removesuffix(SUFFIX)
+        return ConfigFile(head.path.parent, name, config_of(head), {}, stored_bytes, None, {})
     root, name = locate(model, _SMALL, Path.home() / CACHE)
     config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, _REMEDY)
     if has_text_part(config):

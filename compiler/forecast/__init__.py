@@ -14,7 +14,7 @@ from ..preflight.preparation import prepare
 from ..preflight.prepared import Prepared
 from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.request import CompileRequest
-from ..request.uniform import uniform_quantizer, uniform_spec
+from ..request.uniform import requested_specs, uniform_quantizer
 from ..stages.encode_texts import CompileTexts, encode_all_texts
 from ..workspace.output_lock import existing_parent
 from .after_writing import stages_after_writing
@@ -50,7 +50,7 @@ def forecast_each(compiles: Sequence[Prepared]) -> list[list[StageForecast]]:
     parent = existing_parent(request.output)
     disk = measure_disk(prepared.checkpoint, parent, request.disk)
     if options.target.kind == "uniform" and not prepared.splits:
-        rates = measure_expert(lowering, [uniform_spec(options, lowering)], uniform_quantizer(options))
+        rates = measure_expert(lowering, requested_specs(options, lowering)[:1], uniform_quantizer(options))
         return [uniform_stages(prepared, disk, rates)]
     if not prepared.splits:
         raise OptionError(

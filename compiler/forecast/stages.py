@@ -23,7 +23,7 @@ from ..linear_maps import can_learn, learned_weights
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import MemoryNeed, Prepared, may_compare, measures_tasks
 from ..request.options import UNIFORM_DENSE_BITS
-from ..request.uniform import uniform_spec
+from ..request.uniform import requested_plan
 from ..search.bisect import MAX_KL
 from ..search.comparison_budget import (
     EDGEMOE_BITWIDTHS,
@@ -76,11 +76,10 @@ class StageForecast:
 def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> list[StageForecast]:
     """Return the stages of `--uniform`."""
     model, options = prepared.lowering.model, prepared.options
-    spec, experts = uniform_spec(options, prepared.lowering), len(model.expert_keys())
-    dense = _dense_weights(model)
-    written = _written_bytes(model, reachable_bytes(model, [spec])[0], options.dense_bits or UNIFORM_DENSE_BITS)
+    plan, experts = requested_plan(options, prepared.lowering), len(model.expert_keys())
+    dense, written = _dense_weights(model), plan.expert_packed_bytes + plan.dense_packed_bytes
     seconds = experts * rates.expert + dense * rates.rounded_weight + written * disk.written_byte
-    memory, work = _rounding_bytes(model), f"{experts:,} experts in {spec}, {written:,} bytes"
+    memory, work = _rounding_bytes(model), f"{experts:,} experts, {written:,} bytes"
     return [_digests(prepared, disk), StageForecast("writing the bundle", seconds, memory, written, work)]
 
 
@@ -338,7 +337,7 @@ class SearchForecast:
         elif self._target == "size":
             experts = round(value)
         elif self._target == "uniform":
-            experts = reachable_bytes(self._model, [uniform_spec(options, self._prepared.lowering)])[0]
+            experts = requested_plan(options, self._prepared.lowering).expert_packed_bytes
         low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
         dense_bits = UNIFORM_DENSE_BITS if self._target == "uniform" else 16
         searched = self._target != "uniform" and can_learn(self._model)

@@ -28,7 +28,7 @@ from ..request.options import FEW_GROUP_SIZES, QUICK_GROUP_SIZES, UNIFORM_GROUP_
 from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
 from ..request.task_data import Shots
-from ..request.uniform import uniform_spec
+from ..request.uniform import requested_specs
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.memory import (
@@ -102,7 +102,7 @@ class Prepared:
         if self.offered:
             return self.offered
         if self.options.target.kind == "uniform":
-            return (uniform_spec(self.options, self.lowering),)
+            return requested_specs(self.options, self.lowering)
         held_formats, plain = held_units(self.lowering), self.lowering.own_unit_spec
         groups: Mapping[float, tuple[int, ...]] = {}
         if self.options.effort != "thorough" and is_large(model):
@@ -124,7 +124,8 @@ class Prepared:
         """Return the formats that every expert must fit."""
         options = self.options
         low = () if options.low_spec is None else (options.low_spec,)
-        return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
+        is_one = options.target.kind == "uniform" and not options.target.keeps_codes
+        return (*requested_specs(options, self.lowering), *low) if is_one else low
 
     def plain_plan(self) -> CompilePlan:
         """Return the plan with all weights at 16 bits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from ..checkpoint.integer_codes import IntegerCodes
 from ..families.lowering import Lowering
 from .quantized import QuantizedMatrix
 from .quantizers import Quantizer
+from .quantizers.rtn import rounded_rows
+
+_ROWS_AT_ONCE = 2048
 
 ExactMatrices = Callable[[UnitKey, Sequence[QuantSpec]], dict[QuantSpec, QuantizedMatrix]]
 """Returns a unit in those of some formats that hold the checkpoint's own codes of it."""
@@ -62,6 +65,22 @@ def unit_matrix(lowering: Lowering, unit: UnitKey, spec: QuantSpec, quantize: Qu
     return quantize(lowering.unit(unit).float(), spec, None, 0) if exact is None else exact
 
 
+def dense_matrices(lowering: Lowering, name: str, spec: QuantSpec) -> Iterator[QuantizedMatrix]:
+    """Yield a dense matrix in a format below 16 bits, a bounded number of rows at a time.
+
+    It has the checkpoint's own codes if the format holds them, else weights are rounded to nearest with clip search.
+    Raises CheckpointError.
+    """
+    need, rows = lowering.dense_code_need(name), lowering.model.dense_shapes()[name][0]
+    if need is None or not need.is_met_by(spec):
+        yield from (matrix for _, matrix in rounded_rows(lowering.dense_weight(name), spec))
+        return
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        stored = lowering.dense_codes(name, (start, min(start + _ROWS_AT_ONCE, rows)))
+        if stored is not None:
+            yield hold_codes(stored, spec)
+
+
 def held_units(lowering: Lowering) -> dict[QuantSpec, int]:
     """Return the smallest format that holds each unit exactly, with the number of units that it holds, most first.
 
@@ -79,3 +98,9 @@ def units_held_by(lowering: Lowering, plan: Mapping[UnitKey, QuantSpec]) -> int:
     """Return how many units of a plan keep the codes of the checkpoint, mxfp4 included. Raises CheckpointError."""
     needs = lowering.code_needs()
     return sum(spec.is_mxfp4 or (unit in needs and needs[unit].is_met_by(spec)) for unit, spec in plan.items())
+
+
+def units_with_rounded_scales(lowering: Lowering, plan: Mapping[UnitKey, QuantSpec]) -> int:
+    """Return how many of these units have scales that float16 rounds. Raises CheckpointError."""
+    needs = lowering.code_needs()
+    return sum(unit in needs and needs[unit].rounds_scales and needs[unit].is_met_by(plan[unit]) for unit in plan)

@@ -198,11 +198,13 @@ class CompileOptions:
             raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to 0.999", "write 0.95")
         if self.target.kind == "uniform":
             searched = {name: default for name, default in _OF_DATA.items() if name not in _OF_CALIBRATION}
-            self._refuse_given(searched | _OF_SEARCH, "with `--uniform`, which searches nothing")
+            self._refuse_given(searched | _OF_SEARCH, f"with `{self.target.option}`, which searches nothing")
         if self.data is None:
             self._refuse_given(_OF_DATA, "without `--data`")
             if self.target.kind == "uniform":
-                self._refuse_given({"torch_device": DEFAULT_TORCH_DEVICE}, "with `--uniform` and without `--data`")
+                self._refuse_given(
+                    {"torch_device": DEFAULT_TORCH_DEVICE}, f"with `{self.target.option}` and without `--data`"
+                )
         if self.target.kind != "uniform" or self.target.value == 16:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
@@ -226,7 +228,8 @@ class CompileOptions:
 
     def _check_uniform(self) -> None:
         if self.group_sizes and self.target.value == 16:
-            raise OptionError("`--group-size` has no effect with `--uniform 16`", "leave it out")
+            option = self.target.option if self.target.keeps_codes else "--uniform 16"
+            raise OptionError(f"`--group-size` has no effect with `{option}`", "leave it out")
         if self.data is None and self.quantizer in WITH_MOMENTS and self.quantizer != DEFAULT_QUANTIZER:
             raise OptionError(
                 f"`--quantizer {self.quantizer}` has no effect without `--data`, whose inputs it uses", "add `--data`"

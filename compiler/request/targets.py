@@ -39,12 +39,16 @@ class Target:
     bits_per_weight: bits per routed weight.
     size: bytes of routed experts.
     uniform: a bitwidth.
+    keeps_codes: with a uniform target: it counts for weights without codes of their own that a format holds.
     """
 
     kind: TargetKind
     value: float
+    keeps_codes: bool = False
 
     def __str__(self) -> str:
+        if self.keeps_codes:
+            return "the checkpoint's own codes"
         return {
             "loss": f"loss {self.value:.3%}",
             "kl": f"KL {self.value:g} nats per token",
@@ -52,6 +56,11 @@ class Target:
             "size": f"{self.value:.0f} bytes of routed experts",
             "uniform": f"uniform {self.value:g} bits",
         }[self.kind]
+
+    @property
+    def option(self) -> str:
+        """The option of a uniform target, for people."""
+        return "--keep-codes" if self.keeps_codes else "--uniform"
 
 
 def parse_loss(text: str, option: str = "--loss") -> float:
@@ -90,10 +99,22 @@ def parse_sweep(text: str) -> tuple[float, ...]:
 
 
 def choose_target(
-    loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: float | None
+    loss: str | None,
+    kl: float | None,
+    bits_per_weight: float | None,
+    size: str | None,
+    uniform: float | None,
+    keep_codes: bool = False,
 ) -> Target:
     """Return the only target that was given. Raises OptionError for none, for several, or for values out of range."""
-    given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
+    given: dict[str, object] = {
+        "--loss": loss,
+        "--kl": kl,
+        "--bits-per-weight": bits_per_weight,
+        "--size": size,
+        "--uniform": uniform,
+    }
+    given["--keep-codes"] = True if keep_codes else None
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         listed = "none" if not named else " and ".join(named)
@@ -102,6 +123,8 @@ def choose_target(
         return Target("loss", parse_loss(loss))
     if size is not None:
         return Target("size", parse_bytes(size, "--size"))
+    if keep_codes:
+        return Target("uniform", 16, keeps_codes=True)
     if uniform is not None:
         if uniform not in BITWIDTHS:
             raise OptionError(f"`--uniform {uniform:g}` is not a bitwidth", "choose 1, 1.6, 2, 3, 4, 5, 6, 8 or 16")

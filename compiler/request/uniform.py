@@ -1,11 +1,13 @@
-"""The plan of `--uniform`: one format for all routed experts, no search and no data."""
+"""Plans without a search: one format for all routed experts, or for each of them that of its own codes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from moec.manifests.errors import PlanError
-from moec.manifests.model import ModelSpec, keeps_16_bits
+from moec.manifests.model import ModelSpec, UnitKey, keeps_16_bits
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from ..families import Lowering
@@ -32,6 +34,53 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
         if exact and can_make(options.quantizer, exact[0]):
             return exact[0]
     return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
+
+
+def requested_specs(options: CompileOptions, lowering: Lowering) -> tuple[QuantSpec, ...]:
+    """Return the formats of the experts of a plan without a search, the most used first. Raises CheckpointError."""
+    if not options.target.keeps_codes:
+        return (uniform_spec(options, lowering),)
+    counts = Counter(map(partial(_own_format, lowering), lowering.units))
+    return tuple(spec for spec, _ in counts.most_common())
+
+
+def requested_plan(options: CompileOptions, lowering: Lowering) -> CompilePlan:
+    """Return the plan without a search. Raises CheckpointError or PlanError."""
+    model, dense = lowering.model, uniform_dense_spec(options, lowering)
+    if not options.target.keeps_codes:
+        experts = uniform_spec(options, lowering)
+        return uniform_plan(model, experts, dense, lowering.float_type, uniform_quantizer(options))
+    plan = uniform_plan(model, lowering.spec_16bit, dense, lowering.float_type, uniform_quantizer(options))
+    units = {unit: _own_format(lowering, unit) for unit in plan.units}
+    if all(spec.bitwidth == 16 for spec in units.values()):
+        raise PlanError(
+            f"`{lowering.checkpoint.name}` has no expert that is stored quantized, so there are no codes to keep",
+            "take `--uniform 4`, or `--loss 2%` with `--data`",
+        )
+    kept = {} if options.dense_bits else {name: lowering.dense_code_need(name) for name in plan.dense}
+    least = {name: need.least_format() for name, need in kept.items() if need is not None}
+    formats = {name: spec for name, spec in least.items() if spec is not None and spec.bitwidth <= UNIFORM_DENSE_BITS}
+    return replace(plan, units=units, dense={**plan.dense, **formats})
+
+
+def _own_format(lowering: Lowering, unit: UnitKey) -> QuantSpec:
+    """Return the smallest format that holds a unit as it is stored: its codes, MXFP4, or 16 bits.
+
+    Other codes take 8 bits in groups of 32, or one scale per row. Raises CheckpointError.
+    """
+    need, source = lowering.code_need(unit), lowering.units[unit]
+    least = None if need is None else need.least_format()
+    if least is not None:
+        return least
+    if lowering.is_mxfp4(source):
+        return QuantSpec.parse("mxfp4")
+    if source.name not in lowering.checkpoint.packed:
+        return lowering.spec_16bit
+    columns = lowering.model.unit_shape(unit.layer, unit.projection)[1]
+    fitting = (
+        spec for spec in (QuantSpec(8, 32, symmetric=True), QuantSpec(8, 0, symmetric=True)) if spec.fits(columns)
+    )
+    return next(fitting, lowering.spec_16bit)
 
 
 def uniform_quantizer(options: CompileOptions) -> str:

@@ -22,7 +22,7 @@ from ..calibration.tables import Tables
 from ..effort import QUICK_ITEMS
 from ..preflight.device_fit import summarise_device
 from ..preflight.prepared import Prepared, measures_tasks
-from ..quantization.own_codes import units_held_by
+from ..quantization.own_codes import units_held_by, units_with_rounded_scales
 from ..request.plan import CompilePlan
 from ..request.ports import UnpublishedBundle
 from ..request.targets import Target
@@ -189,6 +189,8 @@ def report(
     precision = prepared.checkpoint.precision
     if precision:
         own_codes = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
+        if rounded := units_with_rounded_scales(prepared.lowering, plan.units):
+            own_codes["rounded_scales"] = rounded
         quality |= {"baseline_precision": precision, "own_codes": own_codes}
     if prepared.use is not None:
         quality |= {"use_on_devices": prepared.use.to_json()}

@@ -11,7 +11,7 @@ from ..preflight.device_fit import choose_objective, summarise_device
 from ..preflight.prepared import Prepared, may_compare
 from ..request.plan import CompilePlan, LossCurve, with_low_versions
 from ..request.targets import byte_weights
-from ..request.uniform import fits_all, uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
+from ..request.uniform import fits_all, requested_plan
 from ..search.bisect import candidates
 from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, left_out_note, with_popularity
 from ..search.comparison_budget import affordable_here
@@ -38,9 +38,8 @@ def make_plan(context: CompileContext) -> Planned:
 
 def plan_by_request(context: CompileContext) -> Planned:
     """Return the plan of a uniform target, calibrated if there is data."""
-    prepared, options, lowering = context.prepared, context.prepared.options, context.prepared.lowering
-    experts, dense = uniform_spec(options, lowering), uniform_dense_spec(options, lowering)
-    plan = uniform_plan(lowering.model, experts, dense, lowering.float_type, uniform_quantizer(options))
+    prepared = context.prepared
+    plan = requested_plan(prepared.options, prepared.lowering)
     check_device(prepared, plan)
     if prepared.splits:
         return Planned(plan, *calibrate(context))

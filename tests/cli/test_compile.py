@@ -96,7 +96,7 @@ def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_p
     quality = check_bundle(tmp_path / "tiny-moec")
     assert quality["bits"]["formats"] == {"q4g64": 6}
     assert "whole bits of gate, up and down" in result.stdout and "layer   0  444 444" in result.stdout
-    assert result.stdout.splitlines()[-1] == "`--uniform` measures no quality: `moec eval` does"
+    assert result.stdout.splitlines()[-1] == "no quality was measured: `moec eval` does"
     log = json.loads((tmp_path / "tiny-moec.log.json").read_text())
     assert log["events"][-1]["event"] == "done" and log["events"][-1]["seconds"] >= 0
     writing = next(stage for stage in log["stages"] if stage["title"] == "writing the bundle")

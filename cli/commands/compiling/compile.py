@@ -45,6 +45,7 @@ _task = section_option("Task")
 _machine = section_option("Machine")
 _search = section_option("Formats and search")
 _planned = section_option("Plans and measurements")
+TARGETS = ("loss", "kl", "bits_per_weight", "size", "uniform", "keep_codes")
 MAX_DIGITS = 9
 """Digits of a number in a list."""
 MAX_SHOWN = 80
@@ -73,6 +74,7 @@ MAX_SHOWN = 80
     metavar="BITS",
     help="One bitwidth for all experts: no search. With --data: statistics, and GPTQ.",
 )
+@click.option("--keep-codes", is_flag=True, help="Keep the codes of a quantized MODEL: no search.")
 @click.option(
     "--data",
     type=PLACE,
@@ -295,7 +297,7 @@ def _check_before_imports(values: dict[str, Any]) -> tuple[float, ...]:
         if values["loss"] is not None:
             raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
         values["loss"] = f"{100 * losses[-1]:.6f}%"
-    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
+    target = choose_target(*(values[name] for name in TARGETS))
     require_data(target, values["data"])
     if values["data"] is not None:
         check_source(values["data"])
@@ -422,7 +424,7 @@ def compile_options(values: dict[str, Any]) -> CompileOptions:
 
     given = {field.name: values[field.name] for field in fields(CompileOptions) if field.name in values}
     given |= {
-        "target": choose_target(*(values[name] for name in ("loss", "kl", "bits_per_weight", "size", "uniform"))),
+        "target": choose_target(*(values[name] for name in TARGETS)),
         "tasks": tuple(values["tasks"]),
         "bits": _bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
         "group_sizes": _numbers(values["group_size"]),

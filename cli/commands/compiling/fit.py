@@ -34,7 +34,7 @@ _LARGE_WEIGHTS = 2_000_000_000
 )
 @json_option
 def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_json: bool) -> None:
-    """Predict from the config.json of MODEL alone: a folder, a URL, or a model on the hub.
+    """Predict from the config.json of MODEL alone: a folder, a URL, a model on the hub, or a GGUF file.
 
     Speeds are those of single tokens after a short prompt. Their range comes from the routing, which a compile
     measures, and from how much of the reading overlaps with computing. Models of a few million weights are slower.
@@ -139,9 +139,13 @@ def _hits(outlook: Outlook) -> str:
 
 def _next(model: str, counts: Parameters) -> str:
     """Return the commands to type next."""
+    from moec.compiler.checkpoint.gguf.header import is_gguf
+
     quick = " --effort quick" if counts.routed + counts.dense > _LARGE_WEIGHTS else ""
     command = f"moec compile {model} --loss 2% --data DATA{quick}"
-    return output.facts([("next", command), ("", f"{command} --estimate    its time, memory and disk here")])
+    lines = [("next", command), ("", f"{command} --estimate    its time, memory and disk here")]
+    kept = f"moec compile {model} --keep-codes    no search: the bytes of the file, in minutes"
+    return output.facts([("next", kept), ("", command)] if is_gguf(model) else lines)
 
 
 def _count(weights: int) -> str:

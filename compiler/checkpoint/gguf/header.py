@@ -18,6 +18,8 @@ import numpy as np
 from moec.manifests.errors import CheckpointError
 from moec.manifests.files.input_file import UnreadableFile, open_input
 
+from ..url import is_url
+
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -121,6 +123,11 @@ class _Reader:
             self.bytes(count * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind].replace("?", "u1")
         )
         return numbers.astype(bool) if kind == _BOOL else numbers
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether a path names a GGUF file that exists."""
+    return path.endswith(SUFFIX) and not is_url(path) and Path(path).expanduser().is_file()
 
 
 def read_head(path: Path) -> GgufHead:

@@ -1,76 +1,31 @@
-"""The settings of a GGUF file as config.json has them. Keys are those of llama.cpp (gguf, constants.py)."""
+"""The settings of a GGUF file as config.json has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from moec.manifests.errors import CheckpointError
 
 from .header import GgufHead
+from .metadata import Metadata
 
 _SIGMOID = 2
 """Value of `expert_gating_func`."""
-
-
-class Metadata:
-    """Typed access to the metadata of a file. Raises CheckpointError, which names the key."""
-
-    def __init__(self, head: GgufHead) -> None:
-        self._head = head
-        self.architecture = self.text("general.architecture")
-
-    def __contains__(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self._head.metadata
-
-    def text(self, key: str) -> str:
-        """Return a text by its whole key."""
-        return str(self._typed(key, self._head.metadata.get(key), str))
-
-    def get(self, key: str, absent: Any = None) -> Any:
-        """Return a value of the architecture, or `absent`."""
-        return self._head.metadata.get(f"{self.architecture}.{key}", absent)
-
-    def integer(self, key: str, absent: int | None = None) -> int:
-        """Return a whole number that is not negative."""
-        value = self._typed(f"{self.architecture}.{key}", self.get(key, absent), int)
-        if value < 0:
-            self._fail(f"{self.architecture}.{key}", "a number of 0 or more", value)
-        return int(value)
-
-    def number(self, key: str, absent: float | None = None) -> float:
-        """Return a number. Files hold single precision, so that its shortest decimal form is the one meant."""
-        value = self.get(key, absent)
-        if type(value) is int:
-            return float(value)
-        return shortest(self._typed(f"{self.architecture}.{key}", value, float))
-
-    def of_layers(self, key: str, layers: int) -> list[int]:
-        """Return a whole number for each layer, also if one stands for all."""
-        value = self.get(key)
-        values = value if isinstance(value, list) else [value] * layers
-        if len(values) < layers or not all(type(each) is int and each >= 0 for each in values):
-            self._fail(f"{self.architecture}.{key}", f"a whole number, or {layers} of them", value)
-        return values[:layers]
-
-    def _typed(self, key: str, value: Any, kind: type) -> Any:
-        if type(value) is not kind:
-            self._fail(key, f"a value of type {kind.__name__}", value)
-        return value
-
-    def _fail(self, key: str, expected: str, value: Any) -> None:
-        found = "nothing" if value is None else f"`{str(value)[:80]}`"
-        raise CheckpointError(
-            f"`{self._head.path}`: key `{key}`: expected {expected}, found {found}",
-            "convert the model again with a current llama.cpp",
-        )
-
-
-def shortest(value: float) -> float:
-    """Return the number of fewest digits that single precision rounds to the same value, 9.99999974e-06 -> 1e-05."""
-    import numpy as np
-
-    return float(str(np.float32(value)))
+_MSCALE_UNIT = 0.1
+"""`rope.scaling.yarn_log_multiplier` is this times DeepSeek's `mscale_all_dim`."""
+_STILL = 1e20
+"""Least divisor of a frequency that rotates no feature."""
+_SCALINGS = ("none", "linear", "yarn")
+_YARN_NUMBERS = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
+_WINDOWED = ("gemma4", "gpt-oss")
+"""Architectures whose windows are read."""
 
 
 def config_of(head: GgufHead) -> dict[str, Any]:
@@ -82,12 +37,18 @@ def config_of(head: GgufHead) -> dict[str, Any]:
             f"{', '.join(f'`{name}`' for name in sorted(ARCHITECTURES))}",
             "compile the model's Hugging Face folder",
         )
+    if not metadata.integer("expert_count", 0):
+        raise CheckpointError(
+            f"`{head.path}` is a dense model: it has no experts, and moec brings it nothing", "use llama.cpp for it"
+        )
     embedding = head.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"`{head.path}` has no matrix `token_embd.weight`", "copy the file again")
-    for key, plain in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
-        if metadata.get(key, plain) != plain:
-            found = f"`{metadata.architecture}.{key}` {str(metadata.get(key))[:80]}"
+    window = 0 if metadata.architecture in _WINDOWED else metadata.get("attention.sliding_window", 0)
+    scaling = metadata.get("rope.scaling.type", "none")
+    for key, value, known in (("attention.sliding_window", window, (0,)), ("rope.scaling.type", scaling, _SCALINGS)):
+        if value not in known:
+            found = f"`{metadata.architecture}.{key}` {str(value)[:80]}"
             raise CheckpointError(
                 f"`{head.path}` has {found}, which is not read yet", "compile the model's Hugging Face folder"
             )
@@ -114,7 +75,21 @@ def _common(metadata: Metadata, head: GgufHead, vocabulary: int) -> dict[str, An
         found["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if "attention.key_length" in metadata:
         found["head_dim"] = metadata.integer("attention.key_length")
-    return found
+    return found | _scaling(metadata)
+
+
+def _scaling(metadata: Metadata) -> dict[str, Any]:
+    """Return how the rotary embedding is stretched."""
+    kind = metadata.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+        for key, name in _YARN_NUMBERS.items():
+            if f"rope.scaling.{name}" in metadata:
+                scaling[key] = metadata.number(f"rope.scaling.{name}")
+    return {"rope_scaling": scaling}
 
 
 def _has_kv(metadata: Metadata) -> bool:
@@ -213,12 +188,200 @@ def _glm4(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[st
     }
 
 
+def _dots1(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "dots1", **common, **_corrected(metadata), "sliding_window": None}
+
+
+def _deepseek(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of DeepSeek-V3 and GLM-4.7-Flash if scores are sigmoids, else those of DeepSeek-V2."""
+    is_corrected = any(name.endswith("exp_probs_b.bias") for name in head.tensors)
+    is_sigmoid = metadata.integer("expert_gating_func", _SIGMOID if is_corrected else 0) == _SIGMOID
+    rotary = metadata.integer("rope.dimension_count")
+    of_keys, of_values = (
+        metadata.integer(f"attention.{kind}_length_mla", metadata.integer(f"attention.{kind}_length"))
+        for kind in ("key", "value")
+    )
+    found = {key: value for key, value in common.items() if key not in ("head_dim", "num_key_value_heads")}
+    if "rope.scaling.yarn_log_multiplier" in metadata:
+        magnitude = round(metadata.number("rope.scaling.yarn_log_multiplier") / _MSCALE_UNIT, 6)
+        found["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}
+    experts = _corrected(metadata)
+    if not is_sigmoid:
+        experts["topk_method"] = "greedy" if experts["n_group"] == 1 else "group_limited_greedy"
+    return {
+        "model_type": "deepseek_v3" if is_sigmoid else "deepseek_v2",
+        **found,
+        **experts,
+        "num_key_value_heads": found["num_attention_heads"],
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": of_keys - rotary,
+        "v_head_dim": of_values,
+    }
+
+
+def _ernie(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    routed = [at for at, is_routed in enumerate(_are_routed(head, common)) if is_routed]
+    return {
+        "model_type": "ernie4_5_moe",
+        **{key: value for key, value in common.items() if key != "num_experts_per_tok"},
+        "moe_k": common["num_experts_per_tok"],
+        "moe_num_experts": metadata.integer("expert_count"),
+        "moe_num_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "moe_layer_interval": metadata.integer("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": min(routed, default=0),
+        "moe_layer_end_index": max(routed, default=-1),
+        "hidden_act": "silu",
+    }
+
+
+def _are_routed(head: GgufHead, common: dict[str, Any]) -> list[bool]:
+    return [f"blk.{layer}.ffn_gate_inp.weight" in head.tensors for layer in range(common["num_hidden_layers"])]
+
+
+def _gemma4(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    layers = common["num_hidden_layers"]
+    kinds = ["sliding_attention" if has_window else "full_attention" for has_window in _windows(metadata, layers)]
+    kv_heads = dict(zip(kinds, metadata.of_layers("attention.head_count_kv", layers), strict=True))
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    apart = ("num_experts_per_tok", "rope_theta", "head_dim", "num_key_value_heads")
+    return {
+        "model_type": "gemma4_text",
+        **{key: value for key, value in common.items() if key not in apart},
+        "enable_moe_block": True,
+        "num_experts": metadata.integer("expert_count"),
+        "top_k_experts": common["num_experts_per_tok"],
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "layer_types": kinds,
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "head_dim": metadata.integer("attention.key_length_swa"),
+        "global_head_dim": common["head_dim"],
+        "num_key_value_heads": kv_heads.get("sliding_attention", 0),
+        "num_global_key_value_heads": kv_heads.get("full_attention", 0),
+        "attention_k_eq_v": not any(f"blk.{layer}.attn_v.weight" in head.tensors for layer in full),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 1e4)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": common["rope_theta"],
+                "partial_rotary_factor": _rotated_share(head),
+            },
+        },
+    }
+
+
+def _windows(metadata: Metadata, layers: int) -> list[bool]:
+    """Return which layers have a window."""
+    return metadata.flags_of_layers("attention.sliding_window_pattern", layers)
+
+
+def _rotated_share(head: GgufHead) -> float:
+    """Return the share of features that rotate. Divisors of the others are so large that they stand still."""
+    stored = head.tensors.get("rope_freqs.weight")
+    if stored is None or stored.kind != "F32" or len(stored.shape) != 1:
+        raise CheckpointError(f"`{head.path}` has no numbers `rope_freqs.weight` of type F32", "copy the file again")
+    divisors = np.fromfile(stored.file, "<f4", stored.shape[0], offset=stored.offset_bytes)
+    rotated = int((divisors == 1).sum())
+    if not (divisors[rotated:] > _STILL).all() or not (divisors[:rotated] == 1).all():
+        raise CheckpointError(
+            f"`{head.path}`: `rope_freqs.weight` holds {divisors[rotated]:g}, expected ones, then {_STILL:g} or more",
+            "compile the model's Hugging Face folder",
+        )
+    return rotated / len(divisors)
+
+
+def _gpt_oss(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    if "rope_scaling" in common:
+        common["rope_scaling"]["truncate"] = False  # as published; files do not say it
+    return {
+        "model_type": "gpt_oss",
+        **common,
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "hidden_act": "silu",
+    }
+
+
+def _granite(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return {
+        "model_type": "granitemoeshared" if shared else "granitemoe",
+        **common,
+        **({"shared_intermediate_size": shared} if shared else {}),
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "attention_multiplier": metadata.number("attention.scale", 1.0),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+        "hidden_act": "silu",
+    }
+
+
+def _minimax(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "minimax_m2",
+        **common,
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "rotary_dim": metadata.integer("rope.dimension_count"),
+        "hidden_act": "silu",
+    }
+
+
+def _delta(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of layers with a delta rule, and of Qwen's experts with a shared one."""
+    layers = range(common["num_hidden_layers"])
+    are_recurrent = [f"blk.{layer}.ssm_out.weight" in head.tensors for layer in layers]
+    heads = metadata.integer("ssm.time_step_rank")
+    experts = _qwen_experts(metadata)
+    del experts["use_sliding_window"]
+    return {
+        **common,
+        **experts,
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+        "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in are_recurrent],
+        "partial_rotary_factor": metadata.integer("rope.dimension_count") / common["head_dim"],
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(heads, 1),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+    }
+
+
+def _qwen3_next(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "qwen3_next", **_delta(metadata, head, common), "norm_topk_prob": True}
+
+
+def _qwen3_5(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "qwen3_5_moe_text", **_delta(metadata, head, common)}
+
+
 ARCHITECTURES: Mapping[str, Callable[[Metadata, GgufHead, dict[str, Any]], dict[str, Any]]] = {
+    "deepseek2": _deepseek,
+    "dots1": _dots1,
+    "ernie4_5-moe": _ernie,
+    "gemma4": _gemma4,
     "glm4moe": _glm4,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite,
     "lfm2moe": _lfm2,
     "llama": _mixtral,
+    "minimax-m2": _minimax,
     "olmoe": _olmoe,
     "qwen2moe": _qwen2,
+    "qwen35moe": _qwen3_5,
     "qwen3moe": _qwen3,
+    "qwen3next": _qwen3_next,
 }
 """Functions that return the settings, by architecture."""

@@ -1,0 +1,73 @@
+"""Files of llama.cpp's own converter: settings and every weight are those of the folder that they came from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.compiler.checkpoint.gguf.names import NAMES
+from moec.compiler.checkpoint.gguf.open_gguf import open_gguf
+from moec.compiler.checkpoint.opening import open_checkpoint
+from moec.compiler.families import lower
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_models import save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
+
+# By architecture. Only what a file can say: the limit of gpt-oss, for one, is fixed in llama.cpp.
+FAMILIES = {
+    "deepseek2": ("deepseek-v2-groups-yarn", "deepseek-v3-yarn", "glm4-lite"),
+    "dots1": ("dots1",),
+    "ernie4_5-moe": ("ernie",),
+    "gemma4": ("gemma4", "gemma4-own-values"),
+    "glm4moe": ("glm4-bias",),
+    "gpt-oss": ("gpt-oss-yarn-shards",),
+    "granitemoe": ("granite-scaled", "granite-shared"),
+    "lfm2moe": ("lfm2",),
+    "minimax-m2": ("minimax-m2",),
+    "qwen2moe": ("qwen2",),
+    "qwen35moe": ("qwen3.5",),
+    "qwen3next": ("qwen3-next",),
+}
+PLAIN = {"llama": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3moe": save_tiny_qwen3_moe}
+CONFIGURATIONS = [(kind, name) for kind, names in FAMILIES.items() for name in names] + [(kind, kind) for kind in PLAIN]
+CONVERTER = Path(__file__).with_name("convert_gguf.py")
+
+
+@pytest.fixture(scope="module")
+def converted(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint NAME and a file NAME.gguf of each configuration."""
+    place = tmp_path_factory.mktemp("gguf")
+    for _, name in CONFIGURATIONS:
+        if name in PLAIN:
+            PLAIN[name](place / name)
+        else:
+            save_tiny_family(place / name, replace(TINY_FAMILIES[name], shard_size="50GB"))
+    names = [str(place / name) for _, name in CONFIGURATIONS]
+    command = [sys.executable, str(CONVERTER), str(tools / "llama.cpp"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return place
+
+
+def test_every_architecture_is_converted() -> None:
+    assert {architecture for architecture, _ in CONFIGURATIONS} == set(NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.in_ci
+@pytest.mark.parametrize("name", [name for _, name in CONFIGURATIONS])
+def test_a_converted_file_is_its_folder(converted: Path, name: str) -> None:
+    expected = lower(open_checkpoint(str(converted / name)))
+    found = lower(open_gguf(converted / f"{name}.gguf", cache=converted / "cache"))
+    rows = found.model.vocab_size  # Gemma's are cut to the tokenizer's
+    assert replace(found.model, family=expected.model.family, vocab_size=expected.model.vocab_size) == expected.model
+    for weight in expected.dense:
+        of_folder, of_file = expected.dense_weight(weight).float(), found.dense_weight(weight).float()
+        of_folder = of_folder[:rows] if weight in ("embedding", "lm_head") else of_folder
+        assert torch.equal(of_file, of_folder), weight
+    for unit in expected.units:
+        assert torch.equal(found.unit(unit).float(), expected.unit(unit).float()), unit
