@@ -366,7 +366,7 @@ class _Emitter:
             yield from pieces
         except ValueError as error:
             raise CheckpointError(
-                f"tensor `{source}` in `{self._lowering.checkpoint.root}` cannot be stored: {error}",
+                f"tensor `{source}` in `{self._lowering.checkpoint.place}` cannot be stored: {error}",
                 "use `--dense-bits 16`"
                 if source in self._dense_sources
                 else "use more bits, or a target such as `--kl`, which keeps 16 bits for it",

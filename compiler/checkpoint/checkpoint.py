@@ -52,10 +52,10 @@ _READ_BYTES = 8 << 20
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PACKED_DTYPES = {
-    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "U32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Types of the parts of quantized weights."""
+"""Types of the parts of quantized weights. Words of codes are read with a sign, which their bits ignore."""
 _EXPONENTS, _E8M0_BIAS = "F8_E8M0", 127
 
 
@@ -69,6 +69,7 @@ class Checkpoint:
     parts: the tensors on disk that hold them.
     precision: the stored precision of quantized weights, for people; empty if there are none.
     notes: remarks for the user.
+    stored_in: a file that holds settings and weights in place of the folder, or None.
     """
 
     root: Path
@@ -80,6 +81,7 @@ class Checkpoint:
     parts: Mapping[str, TensorRef] = field(default_factory=dict)
     precision: str = ""
     notes: tuple[str, ...] = ()
+    stored_in: Path | None = None
     _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
     _code_needs: dict[str, CodeNeed] = field(default_factory=dict, repr=False)
 
@@ -97,6 +99,16 @@ class Checkpoint:
         return self._read(self.tensors[name], name, index, rows)
 
     @property
+    def place(self) -> Path:
+        """What the user named: the folder, or the file that holds everything."""
+        return self.stored_in or self.root
+
+    @property
+    def settings_file(self) -> Path:
+        """The file with the settings, for people."""
+        return self.stored_in or self.root / CONFIG_NAME
+
+    @property
     def has_numbers(self) -> bool:
         """True: the weights are there."""
         return True
@@ -104,11 +116,11 @@ class Checkpoint:
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return the numbers of a tensor, exactly as on disk. Raises CheckpointError if there are not `count`."""
         if name not in self.tensors:
-            raise CheckpointError(f"`{self.root}` has no tensor `{name}`", "copy the checkpoint again")
+            raise CheckpointError(f"`{self.place}` has no tensor `{name}`", "copy the checkpoint again")
         values = self.tensor(name).float().flatten().tolist()
         if len(values) != count or not all(map(math.isfinite, values)):
             raise CheckpointError(
-                f"tensor `{name}` in `{self.root}`: expected {count} finite numbers", "copy the checkpoint again"
+                f"tensor `{name}` in `{self.place}`: expected {count} finite numbers", "copy the checkpoint again"
             )
         return tuple(values)
 
@@ -136,16 +148,14 @@ class Checkpoint:
     def integer_codes(self, name: str, rows: tuple[int, int] | None = None) -> IntegerCodes | None:
         """Return the codes of a weight that is stored as integers, None for others.
 
-        rows: start and stop of the rows, or None for all. Raises CheckpointError.
+        rows: start and stop, of a weight whose rows can be decoded alone; None: all. Raises CheckpointError.
         """
         layout = self.packed[name].integers if name in self.packed else None
         if layout is None:
             return None
-        reads_rows = self.packed[name].by_rows
-        parts = self.stored_parts(name, rows=rows if reads_rows else None)
+        parts = self.stored_parts(name, rows=rows)
         with self._layout_errors(name):
-            stored = IntegerCodes(layout.codes(parts), layout.grid(parts))
-        return stored if rows is None or reads_rows else stored.select(*rows)
+            return IntegerCodes(layout.codes(parts), layout.grid(parts))
 
     def code_need(self, name: str) -> CodeNeed | None:
         """Return what a format needs to hold a weight that is stored as integers, None for others. Reads no codes.
@@ -172,7 +182,7 @@ class Checkpoint:
         try:
             yield
         except LayoutError as error:
-            raise CheckpointError(f"`{self.root}`, `{name}`: {error}", "copy the checkpoint again") from error
+            raise CheckpointError(f"`{self.place}`, `{name}`: {error}", "copy the checkpoint again") from error
 
     def _read(
         self, ref: TensorRef, name: str, index: int | None = None, rows: tuple[int, int] | None = None

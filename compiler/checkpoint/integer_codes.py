@@ -77,7 +77,7 @@ class CodeNeed:
     zeros: the least and the largest zero; None: minima stand in place of zeros, which no symmetric format holds.
     has_half_scales: float16 holds all scales.
     has_half_minima: float16 holds all minima, or all products of scale and zero.
-    rounds_scales: float16 holds scales and minima to 2^-11, which changes weights by less than a hundredth of a code.
+    rounds_scales: scales and minima have more bits than float16. Rounded, they move weights by a fiftieth of a code.
     """
 
     bits: int

@@ -23,6 +23,10 @@ class ModelFiles(Protocol):
         """The folder of config.json."""
 
     @property
+    def settings_file(self) -> Path:
+        """The file with the settings, for people: config.json, or a GGUF file."""
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The settings."""
 

@@ -23,9 +23,19 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     blocks: uint8 [N, B, 16], the lower half of a byte first.
     scales: uint8 [N, B]. A scale of 255 (NaN) gives NaN. Scales beyond bfloat16's exponents give infinities or zeros.
     """
-    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    decoded = torch.where((scales == _NAN_SCALE).unsqueeze(-1), torch.nan, values(halves, scales))
+    decoded = torch.where((scales == _NAN_SCALE).unsqueeze(-1), torch.nan, values(codes_of(blocks), scales))
     return decoded.flatten(1).to(torch.bfloat16)
+
+
+def codes_of(packed: Tensor) -> Tensor:
+    """Return the codes in bytes, uint8 [.., B] -> [.., 2 B], the lower half of a byte first."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def floats(codes: Tensor) -> Tensor:
+    """Return the numbers of codes below 16, before their scale, float32."""
+    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=codes.device)
+    return table[codes.long()]
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -34,8 +44,7 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
     codes: uint8 [N, B, 32], below 16.
     scales: uint8 [N, B].
     """
-    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=codes.device)
-    return torch.ldexp(table[codes.long()], (scales.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1))
+    return torch.ldexp(floats(codes), (scales.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1))
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:

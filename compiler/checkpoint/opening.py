@@ -16,9 +16,10 @@ from .checkpoint import COMPANION_PATTERNS, FLOAT_DTYPES, PACKED_DTYPES, Checkpo
 from .gguf.header import is_gguf
 from .gguf.open_gguf import open_gguf
 from .locate import locate
+from .mlx import is_mlx, mlx_tensors
 from .model_files import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .packed_tensors import METHODS, find_packed
-from .packed_weights import LayoutError
+from .packed_weights import LayoutError, PackedWeight
 from .text_part import has_text_part, text_part
 from .weight_files import BLOCKS_SUFFIX, INDEX_NAME, SCALES_SUFFIX, TensorRef, read_json, read_tensors
 
@@ -83,6 +84,8 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
 
     Tensors decide which weights are quantized. A label tells details of a layout at most. Raises CheckpointError.
     """
+    if is_mlx(checkpoint.config, checkpoint.tensors):
+        return _with_mlx(checkpoint)
     label, place = checkpoint.config.get("quantization_config"), checkpoint.root / CONFIG_NAME
     if label is None and os.path.lexists(checkpoint.root / EARLY_LABEL_NAME):
         place = checkpoint.root / EARLY_LABEL_NAME
@@ -117,18 +120,43 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
     parts = {name: checkpoint.tensors[name] for name in packed.parts}
     float_types = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
     dtype = float_types.most_common(1)[0][0] if float_types else "BF16"
-    decoded = {
-        name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
-        for name, weight in packed.weights.items()
-    }
     return replace(
         checkpoint,
         config=config,
-        tensors={**plain, **decoded},
+        tensors={**plain, **_decoded(packed.weights, parts, dtype)},
         packed=packed.weights,
         parts=parts,
         precision=packed.precision(),
     )
+
+
+def _with_mlx(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the weights of mlx-lm as if they were not quantized. Raises CheckpointError."""
+    try:
+        found = mlx_tensors(checkpoint.config, checkpoint.tensors)
+    except LayoutError as error:
+        raise CheckpointError(f"`{checkpoint.root}`: {error}", "start from the checkpoint before mlx-lm") from error
+    left_out = ("quantization", "quantization_config")
+    config = {name: value for name, value in checkpoint.config.items() if name not in left_out}
+    kinds = Counter(weight.precision for weight in found.weights.values())
+    precision = ", ".join(kind for kind, _ in kinds.most_common())
+    dtype = Counter(ref.dtype for ref in found.plain.values() if ref.dtype in ("BF16", "F16")).most_common(1)
+    return replace(
+        checkpoint,
+        config=config,
+        tensors={**found.plain, **_decoded(found.weights, found.parts, dtype[0][0] if dtype else "BF16")},
+        packed=found.weights,
+        parts=found.parts,
+        precision=precision,
+    )
+
+
+def _decoded(weights: Mapping[str, PackedWeight], parts: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
+    """Return quantized weights as if they were not."""
+    return {
+        name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
+        for name, weight in weights.items()
+    }
 
 
 def _is_packed(name: str, ref: TensorRef) -> bool:

@@ -18,9 +18,12 @@ from . import packed_weights
 from .packed_weights import DEFAULT_BLOCK, LayoutError, PackedWeight
 from .weight_files import TensorRef
 
-METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt")
 """Values of `quant_method` whose weights are decoded."""
-_UNUSED = ("input_scale", "output_scale", "input_zero_point", "k_scale", "v_scale", "weight_global_scale", "bias_scale")
+_UNUSED = (
+    "input_scale", "output_scale", "input_zero_point", "k_scale", "v_scale", "weight_global_scale", "bias_scale",
+    "input_global_scale",
+)  # fmt: skip
 """Parts that describe activations, which the runtime rounds in its own way."""
 _GPTQ = frozenset({"qweight", "qzeros", "scales"})
 _INTEGERS = frozenset({"weight_packed", "weight_scale", "weight_shape"})
@@ -33,6 +36,8 @@ _WORDS = frozenset({"qweight", "qzeros", "weight_packed"})
 """Parts that are 32-bit words of codes."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 _FLOATS = ("F8_E4M3", "F8_E5M2")
+_NVFP4_PARTS = (("weight_packed", "weight_global_scale"), ("weight", "weight_scale_2"))
+"""4-bit floats and their scale in all: of compressed-tensors, and of ModelOpt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,9 @@ def _weight(
 ) -> PackedWeight | None:
     """Return the quantized weight of a module, or None if it has none."""
     shapes = {suffix: tensors[name].shape for suffix, name in names.items()}
-    if "weight_packed" in names and tensors[names["weight_packed"]].dtype == "U8":
-        return _mxfp4(names, tensors)
+    for blocks, global_scale in _NVFP4_PARTS:
+        if blocks in names and tensors[names[blocks]].dtype == "U8":
+            return _four_bit_floats(names, tensors, blocks, global_scale)
     for suffix in _WORDS & set(names):
         if tensors[names[suffix]].dtype not in ("I32", "U32"):
             raise LayoutError(f"expected 32-bit integers in `{suffix}`, found {tensors[names[suffix]].dtype}")
@@ -141,18 +147,22 @@ def _weight(
     return packed_weights.scaled(stored_names, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
 
 
-def _mxfp4(names: Mapping[str, str], tensors: Mapping[str, TensorRef]) -> PackedWeight:
-    """Return a weight of 4-bit floats. Raises LayoutError for other layouts of bytes, NVFP4 among them."""
-    stored_names = {suffix: names[suffix] for suffix in ("weight_packed", "weight_scale") if suffix in names}
-    scale_type = tensors[stored_names["weight_scale"]].dtype if "weight_scale" in stored_names else "none"
-    if scale_type != "U8":
+def _four_bit_floats(
+    names: Mapping[str, str], tensors: Mapping[str, TensorRef], blocks: str, global_scale: str
+) -> PackedWeight:
+    """Return a weight of 4-bit floats: NVFP4 if scales are 8-bit floats, else MXFP4. Raises LayoutError."""
+    scale_type = tensors[names["weight_scale"]].dtype if "weight_scale" in names else "none"
+    if scale_type == "F8_E4M3" and global_scale in names:
+        stored_names = {"blocks": names[blocks], "scale": names["weight_scale"], "global_scale": names[global_scale]}
+        shapes = {part: tensors[name].shape for part, name in stored_names.items()}
+        return packed_weights.nvfp4(stored_names, shapes, divides=blocks == "weight_packed")
+    if scale_type != "U8" or blocks != "weight_packed":
         raise LayoutError(
-            f"expected exponents in bytes as `weight_scale` of 4-bit floats (MXFP4), found {scale_type}: NVFP4 is not "
-            "read"
+            "expected `weight_scale` next to 4-bit floats: exponents in bytes (MXFP4), or 8-bit floats with "
+            f"`{global_scale}` (NVFP4); found {scale_type}"
         )
-    return packed_weights.mxfp4_rows(
-        stored_names, {suffix: tensors[name].shape for suffix, name in stored_names.items()}
-    )
+    stored_names = {suffix: names[suffix] for suffix in ("weight_packed", "weight_scale")}
+    return packed_weights.mxfp4_rows(stored_names, {part: tensors[name].shape for part, name in stored_names.items()})
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int]:

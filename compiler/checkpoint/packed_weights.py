@@ -1,8 +1,8 @@
 """Weights that a checkpoint stores quantized, decoded one at a time.
 
 Layouts: GPTQ (AutoGPTQ and GPTQModel, both versions of zeros), AWQ (GEMM), compressed-tensors (packed integers, 8-bit
-integers, 8-bit floats, MXFP4), and FP8 with one scale per block, row or tensor. The stacks of gpt-oss are read by its
-family.
+integers, 8-bit floats, MXFP4, NVFP4), NVFP4 of ModelOpt, MLX (affine), and FP8 with one scale per block, row or
+tensor. The stacks of gpt-oss are read by its family.
 Sources: the packages auto-gptq 0.7.1 (qlinear_cuda_old.py), autoawq 0.2.9 (modules/linear/gemm.py and
 utils/packing_utils.py) and compressed-tensors 0.19.0 (compressors); the model card of DeepSeek-V3 (weight_scale_inv).
 """
@@ -26,6 +26,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of columns 0 to 7. Source: autoawq, utils/packing_utils.py (AWQ_REVERSE_ORDER)."""
 INTEGER_BITS = (4, 8)
 _BYTE_BITS, _BYTE_HALF = 8, 128
+_NVFP4_VALUES = 16
+_ONE = ((), (1,), (1, 1))
+"""Shapes of a single number."""
 DEFAULT_BLOCK = (128, 128)
 
 _CODES_AT_ONCE = 1 << 22
@@ -172,6 +175,29 @@ def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[in
     return _of_integers(names, (rows, columns), f"compressed-tensors, {bits} bits", layout)
 
 
+def affine(names: Mapping[str, str], shapes: Shapes, bits: int) -> PackedWeight:
+    """Return a weight in the affine layout of MLX: scale x code + bias.
+
+    shapes: weight [N, K bits / 32], scales and biases [N, G]. Raises LayoutError.
+    """
+    (rows, words), scales = _matrix(shapes, "weight"), _matrix(shapes, "scales")
+    columns, groups = words * _WORD_BITS // bits, scales[1]
+    if not rows or not words or not groups or scales != (rows, groups) or columns % groups or words * 32 % bits:
+        raise LayoutError(
+            f"expected `weight` [rows, columns x {bits} bits] and `scales` [rows, groups], found {[rows, words]} and "
+            f"{list(scales)}"
+        )
+    if shapes["biases"] != scales:
+        raise LayoutError(f"expected `biases` {list(scales)}, as the scales, found {list(shapes['biases'])}")
+
+    def grid(parts: Parts) -> IntegerGrid:
+        scale = parts["scales"].float()
+        return IntegerGrid(bits, torch.zeros_like(scale), scale, _runs(columns, groups), parts["biases"].float())
+
+    layout = IntegerLayout("weight", lambda parts: unpack_codes(parts["weight"], bits, columns), grid)
+    return replace(_of_integers(names, (rows, columns), f"MLX, {bits} bits", layout), by_rows=True)
+
+
 def mxfp4_rows(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
     """Return a weight of 4-bit floats in the layout of compressed-tensors (`mxfp4-pack-quantized`).
 
@@ -189,6 +215,30 @@ def mxfp4_rows(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
         return mxfp4.decode(parts["weight_packed"].reshape(rows, -1, half), parts["weight_scale"]).float()
 
     return PackedWeight(names, (rows, 2 * packed), "compressed-tensors, MXFP4", decode, is_mxfp4=True)
+
+
+def nvfp4(names: Mapping[str, str], shapes: Shapes, divides: bool) -> PackedWeight:
+    """Return a weight of 4-bit floats with an 8-bit float for each 16 of them, and a scale in all.
+
+    shapes: blocks [N, K / 2], the lower half of a byte first; scale [N, K / 16]; global_scale [1] or [].
+    divides: the scale in all is a divisor, as in compressed-tensors, not a factor, as in ModelOpt. Raises LayoutError.
+    """
+    (rows, packed), scales = _matrix(shapes, "blocks"), _matrix(shapes, "scale")
+    half = _NVFP4_VALUES // 2
+    is_whole = rows and packed and packed % half == 0 and shapes["global_scale"] in _ONE
+    if not is_whole or scales != (rows, packed // half):
+        raise LayoutError(
+            f"expected 4-bit floats [rows, a multiple of {half}] in bytes, scales [{rows}, {packed // half}] and one "
+            f"scale in all, found {[rows, packed]}, {list(scales)} and {list(shapes['global_scale'])}"
+        )
+
+    def decode(parts: Parts) -> Tensor:
+        in_all = parts["global_scale"].float().reshape(())
+        each = parts["scale"].float()
+        values = mxfp4.floats(mxfp4.codes_of(parts["blocks"])).reshape(rows, -1, _NVFP4_VALUES)
+        return (values * (each / in_all if divides else each * in_all).unsqueeze(-1)).flatten(1)
+
+    return PackedWeight(names, (rows, 2 * packed), "NVFP4", decode)
 
 
 def scaled(

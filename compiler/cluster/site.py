@@ -126,7 +126,7 @@ class Site:
             checkpoint = open_checkpoint(self._source)
             if checkpoint_identity(checkpoint) != self._identity:
                 raise CheckpointError(
-                    f"`{checkpoint.root}` holds another checkpoint than on the machine that compiles",
+                    f"`{checkpoint.place}` holds another checkpoint than on the machine that compiles",
                     "put the same files on every node, or name a path that all share",
                 )
             self._lowering = lower(checkpoint)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint.model_files import CONFIG_NAME, ModelFiles
+from ..checkpoint.model_files import ModelFiles
 from . import (
     afmoe,
     deepseek,
@@ -110,7 +110,7 @@ def _known_family(files: ModelFiles) -> str:
     family = str(files.config["model_type"])
     if family not in FAMILIES:
         raise CheckpointError(
-            f"`{files.root / CONFIG_NAME}`: model family `{family}` is unknown, expected one of "
+            f"`{files.settings_file}`: model family `{family}` is unknown, expected one of "
             f"{', '.join(f'`{name}`' for name in sorted(FAMILIES))}",
             "compile a model of a known family",
         )

@@ -25,7 +25,7 @@ from moec.manifests.model import (
     SharedSpec,
 )
 
-from ..checkpoint.model_files import CONFIG_NAME, ModelFiles
+from ..checkpoint.model_files import ModelFiles
 from ..checkpoint.stand_ins import is_stood_in
 from .decoder_weights import EMBEDDING, HEAD, DecoderNames, lower_decoder
 from .lowering import Lowering
@@ -311,7 +311,7 @@ def describe_family(family: str, parts: Callable[[Settings], DecoderParts], file
     try:
         model = _model_spec(files, settings, family, parts(settings))
     except ValueError as error:
-        raise CheckpointError(f"`{files.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
+        raise CheckpointError(f"`{files.settings_file}` contradicts itself: {error}", "repair it") from error
     windows = [layer.attention is not None and layer.attention.sliding_window for layer in model.layers]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     normalised = tuple({model.layers[index].experts.router.renormalize for index in model.expert_layers})

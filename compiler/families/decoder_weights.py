@@ -305,7 +305,7 @@ def _mxfp4_units(
             scales = checkpoint.tensors.get(stem + SCALES_SUFFIX)
             if scales is None or scales.shape != whole:
                 raise CheckpointError(
-                    f"`{checkpoint.root}`: expected a tensor `{stem + SCALES_SUFFIX}` of shape {list(whole)}",
+                    f"`{checkpoint.place}`: expected a tensor `{stem + SCALES_SUFFIX}` of shape {list(whole)}",
                     "copy the checkpoint again",
                 )
             every = None if is_down else (0 if projection == "gate" else 1, 2)

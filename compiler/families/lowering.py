@@ -146,8 +146,8 @@ class Lowering:
     def _need(self, source: TensorSource) -> CodeNeed | None:
         return self.checkpoint.code_need(source.name) if source.is_whole else None
 
-    def dense_codes(self, name: str, rows: tuple[int, int]) -> IntegerCodes | None:
-        """Return the codes of some rows of a dense matrix, None if it has none. Raises CheckpointError."""
+    def dense_codes(self, name: str, rows: tuple[int, int] | None = None) -> IntegerCodes | None:
+        """Return the codes of a dense matrix or of some rows, None if it has none. Raises CheckpointError."""
         source = self.dense[name]
         return self.checkpoint.integer_codes(source.name, rows) if source.is_whole else None
 
@@ -160,31 +160,41 @@ class Lowering:
         """Return one projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""
         return self.read(self.units[key])
 
-    def dense_weight(self, name: str) -> torch.Tensor:
-        """Return one dense weight, [N, K] or a norm [D], bfloat16 or float16. Raises CheckpointError."""
-        return self.read(self.dense[name])
+    def dense_weight(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return one dense weight, [N, K] or a norm [D], bfloat16 or float16. Raises CheckpointError.
 
-    def read(self, source: TensorSource) -> torch.Tensor:
+        rows: start and stop, of a matrix whose rows can be read alone (`reads_rows`).
+        """
+        return self.read(self.dense[name], rows)
+
+    def reads_rows(self, name: str) -> bool:
+        """Return whether some rows of a dense matrix can be read alone."""
+        source = self.dense[name]
+        packed = self.checkpoint.packed.get(source.name)
+        return source.is_whole and (packed is None or packed.by_rows)
+
+    def read(self, source: TensorSource, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Read only this weight, in the 16-bit type.
 
+        rows: start and stop of a whole tensor, or None for all.
         Raises CheckpointError if a value is not finite.
         """
         import torch
 
         from ..checkpoint.mxfp4 import decode
 
-        weight = self.checkpoint.tensor(source.name, source.index, source.rows)
+        weight = self.checkpoint.tensor(source.name, source.index, rows or source.rows)
         if source.scales:
             weight = decode(weight, self.checkpoint.tensor(source.scales, source.index)).T
         weight = weight.to(getattr(torch, self.float_type))
         # The sum takes one pass. It is not finite if a weight is not, or if it exceeds float32.
         if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
             raise CheckpointError(
-                f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in "
+                f"tensor `{source.name}` in `{self.checkpoint.place}` holds NaN or infinite values in "
                 f"{self.float_type}, expected finite weights",
                 "copy the checkpoint again, or train it without overflow",
             )
-        return source.matrix(source.view(weight)).contiguous()
+        return (source.matrix(source.view(weight)) if rows is None else weight).contiguous()
 
 
 def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatType, tuple[str, ...]]:
@@ -199,7 +209,7 @@ def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatTy
             by_dtype.setdefault(checkpoint.tensors[name].dtype, name)
     if "BF16" in by_dtype and "F16" in by_dtype:
         raise CheckpointError(
-            f"`{checkpoint.root}` mixes bfloat16 (`{by_dtype['BF16']}`) and float16 (`{by_dtype['F16']}`)",
+            f"`{checkpoint.place}` mixes bfloat16 (`{by_dtype['BF16']}`) and float16 (`{by_dtype['F16']}`)",
             "save the model in one 16-bit type",
         )
     float_type: FloatType = "float16" if "F16" in by_dtype else "bfloat16"

@@ -94,7 +94,7 @@ class Settings:
         value = self._config.get(key, _MISSING)
         stated = "nothing" if value is _MISSING else f"`{str(value)[:80]}`"
         raise CheckpointError(
-            f"`{self._checkpoint.root / CONFIG_NAME}`: key `{key}`: expected {expected}, found {stated}", remedy
+            f"`{self._checkpoint.settings_file}`: key `{key}`: expected {expected}, found {stated}", remedy
         )
 
     def raw(self, key: str) -> Any:

@@ -85,7 +85,7 @@ def lower(checkpoint: Checkpoint) -> Lowering:
     for name in _COPIES:
         if checkpoint.differ(name, _EMBEDDING):
             raise CheckpointError(
-                f"tensor `{name}` in `{checkpoint.root}` differs from `{_EMBEDDING}`, expected one embedding for all",
+                f"tensor `{name}` in `{checkpoint.place}` differs from `{_EMBEDDING}`, expected one embedding for all",
                 "compile another checkpoint",
             )
     names = {"embedding": _EMBEDDING, "lm_head": _HEAD}

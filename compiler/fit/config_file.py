@@ -33,6 +33,8 @@ class ConfigFile:
 
     stored_bytes: size of the weights on disk; None: not known.
     tokenizer_bytes: size of tokenizer.json; None: not known.
+    has_codes: True for a GGUF file whose weights are quantized.
+    stored_in: the GGUF file, or None.
     """
 
     root: Path
@@ -43,6 +45,13 @@ class ConfigFile:
     tokenizer_bytes: int | None
     tensors: Mapping[str, TensorRef]
     has_numbers: bool = False
+    has_codes: bool = False
+    stored_in: Path | None = None
+
+    @property
+    def settings_file(self) -> Path:
+        """The file with the settings, for people."""
+        return self.stored_in or self.root / CONFIG_NAME
 
     def numbers(self, name: str, count: int) -> Sequence[float]:
         """Return ones: no weights are here."""
@@ -62,7 +71,9 @@ def open_config(model: str) -> ConfigFile:
         head = read_head(Path(model).expanduser())
         stored_bytes = sum(tensor.size_bytes for tensor in head.tensors.values())
         name = head.path.name.removesuffix(SUFFIX)
-        return ConfigFile(head.path.parent, name, config_of(head), {}, stored_bytes, None, {})
+        has_codes = any(tensor.kind not in ("F32", "F16", "BF16") for tensor in head.tensors.values())
+        config, root = config_of(head), head.path.parent
+        return ConfigFile(root, name, config, {}, stored_bytes, None, {}, has_codes=has_codes, stored_in=head.path)
     root, name = locate(model, _SMALL, Path.home() / CACHE)
     config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, _REMEDY)
     if has_text_part(config):

@@ -58,7 +58,7 @@ def preflight(
     problems = (*model_problems, *plan_problems)
     if problems:
         kind = CheckpointError if model_problems else TargetUnreachable
-        where = f"`{checkpoint.root}`"
+        where = f"`{checkpoint.place}`"
         text = (
             f": {problems[0]}"
             if len(problems) == 1
@@ -243,10 +243,10 @@ def _unused_bits_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
 
 
 def _own_codes_notes(lowering: Lowering, required: Sequence[QuantSpec], offered: Sequence[QuantSpec]) -> list[str]:
-    """Return notes on units whose own codes a format holds exactly: one for each format that does, or would."""
+    """Return notes on units whose own codes a format holds: one for each format that does, or would."""
     total, notes = len(lowering.units), []
     for spec, count in held_units(lowering).items():
-        stored = f"{count} of {total} expert projections are stored with codes that `{spec}` holds exactly"
+        stored = f"{count} of {total} expert projections are stored with codes that `{spec}` holds"
         if spec in (*required, *offered):
             notes.append(f"{stored}; they are taken as they are")
         elif offered and all(other.bitwidth != spec.bitwidth for other in offered):

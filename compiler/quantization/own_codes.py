@@ -1,4 +1,4 @@
-"""Units whose checkpoint stores integer codes: the same numbers in a format of moec, where one holds them exactly."""
+"""Weights that a checkpoint stores as integer codes: the same codes in a format of moec, where one holds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ExactMatrices = Callable[[UnitKey, Sequence[QuantSpec]], dict[QuantSpec, Quantiz
 
 
 def exact_matrices(lowering: Lowering, unit: UnitKey, specs: Sequence[QuantSpec]) -> dict[QuantSpec, QuantizedMatrix]:
-    """Return a unit in those of the formats that hold the checkpoint's own codes to the last bit.
+    """Return a unit in those of the formats that hold the checkpoint's own codes.
 
     The weights are those before they are rounded to the 16 bits of the baseline. Raises CheckpointError.
     """
@@ -72,17 +72,21 @@ def dense_matrices(lowering: Lowering, name: str, spec: QuantSpec) -> Iterator[Q
     Raises CheckpointError.
     """
     need, rows = lowering.dense_code_need(name), lowering.model.dense_shapes()[name][0]
-    if need is None or not need.is_met_by(spec):
-        yield from (matrix for _, matrix in rounded_rows(lowering.dense_weight(name), spec))
-        return
+    has_codes, is_by_rows = need is not None and need.is_met_by(spec), lowering.reads_rows(name)
+    codes = lowering.dense_codes(name) if has_codes and not is_by_rows else None
+    weight = None if has_codes or is_by_rows else lowering.dense_weight(name)
     for start in range(0, rows, _ROWS_AT_ONCE):
-        stored = lowering.dense_codes(name, (start, min(start + _ROWS_AT_ONCE, rows)))
+        part = (start, min(start + _ROWS_AT_ONCE, rows))
+        stored = codes.select(*part) if codes is not None else lowering.dense_codes(name, part) if has_codes else None
         if stored is not None:
             yield hold_codes(stored, spec)
+        else:
+            some = lowering.dense_weight(name, part) if weight is None else weight[slice(*part)]
+            yield from (matrix for _, matrix in rounded_rows(some, spec))
 
 
 def held_units(lowering: Lowering) -> dict[QuantSpec, int]:
-    """Return the smallest format that holds each unit exactly, with the number of units that it holds, most first.
+    """Return the smallest format that holds the codes of each unit, with the number of units that it holds, most first.
 
     A format with finer groups may hold the units of others, too. Raises CheckpointError.
     """

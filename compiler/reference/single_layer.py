@@ -124,7 +124,7 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
     single.model.eval().requires_grad_(False)
     if (single.experts is not None) != is_routed:
         raise CheckpointError(
-            f"`{lowering.checkpoint.root}`: layer {layer} of `{type(single.model).__name__}` "
+            f"`{lowering.checkpoint.place}`: layer {layer} of `{type(single.model).__name__}` "
             f"{'lacks' if is_routed else 'has'} routed experts, expected as in `config.json`",
             "install a release of transformers that pyproject.toml allows",
         )

@@ -54,13 +54,22 @@ def requested_plan(options: CompileOptions, lowering: Lowering) -> CompilePlan:
     units = {unit: _own_format(lowering, unit) for unit in plan.units}
     if all(spec.bitwidth == 16 for spec in units.values()):
         raise PlanError(
-            f"`{lowering.checkpoint.name}` has no expert that is stored quantized, so there are no codes to keep",
+            f"no format below 16 bits holds an expert of `{lowering.checkpoint.name}` as it is stored",
             "take `--uniform 4`, or `--loss 2%` with `--data`",
         )
-    kept = {} if options.dense_bits else {name: lowering.dense_code_need(name) for name in plan.dense}
-    least = {name: need.least_format() for name, need in kept.items() if need is not None}
-    formats = {name: spec for name, spec in least.items() if spec is not None and spec.bitwidth <= UNIFORM_DENSE_BITS}
+    formats = {} if options.dense_bits else _own_dense_formats(lowering)
     return replace(plan, units=units, dense={**plan.dense, **formats})
+
+
+def _own_dense_formats(lowering: Lowering) -> dict[str, QuantSpec]:
+    """Return the smallest format of each dense matrix that has codes and may have them in a bundle."""
+    formats = dict[str, QuantSpec]()
+    for name, shape in lowering.model.dense_shapes().items():
+        need = None if keeps_16_bits(name, shape) else lowering.dense_code_need(name)
+        least = None if need is None else need.least_format()
+        if least is not None:
+            formats[name] = least
+    return formats
 
 
 def _own_format(lowering: Lowering, unit: UnitKey) -> QuantSpec:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.shipping.store.fake_hub import serving_hub
 
 from .conftest import Invoke
 
@@ -78,6 +81,31 @@ def test_refusals_are_one_sentence(invoke: Invoke, model: Path, tmp_path: Path) 
         result = invoke("fit", *arguments)
         assert result.exit_code != 0 and result.stderr.startswith("error: ")
         assert said in result.stderr and "hint: " in result.stderr and not result.stdout
+
+
+def test_a_model_on_the_hub_is_described_without_its_weights(model: Path, tmp_path: Path) -> None:
+    """In processes of their own, because the hub's client reads its variables once."""
+    index = json.dumps({"metadata": {"total_size": 61_000_000_000}, "weight_map": {}}).encode()
+    files = {"config.json": (model / "config.json").read_bytes(), "model.safetensors.index.json": index}
+    with serving_hub() as hub:
+        hub.repositories["owner/model"] = {"main": {**files, "model-00001-of-00001.safetensors": b"x" * 1000}}
+
+        def fit(name: str, **more: str) -> subprocess.CompletedProcess[str]:
+            variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HOME": str(tmp_path), **more}
+            run = [sys.executable, "-m", "moec.cli.main", "fit", name, "--device", "laptop"]
+            return subprocess.run(run, check=False, capture_output=True, text=True, env=variables, timeout=120)
+
+        done = fit("owner/model")
+        assert done.returncode == 0, done.stderr
+        assert "30.53 billion" in done.stdout and "56.8 GiB as published" in done.stdout
+        assert not list(tmp_path.rglob("*.safetensors"))
+        for refused in (
+            fit("owner/absent"),
+            fit("owner/model2", HF_HUB_OFFLINE="1"),
+            fit("owner/model", HF_TOKEN="no"),
+        ):
+            assert refused.returncode and refused.stderr.startswith("error: no folder `owner/")
+            assert "the hub gave no model of that name" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_torch_is_not_loaded(model: Path) -> None:

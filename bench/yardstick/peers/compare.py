@@ -14,6 +14,10 @@ not the wanted one, the program ends.
 * As found: llama.cpp with the read-ahead of the machine takes minutes per run. It runs in the first round only, not at
   90 MB/s, and not with less memory than the experts of a token take.
 
+Another engine runs too with `--peer NAME COMMAND`, where memory has a limit. In COMMAND {file}, {ids}, {prompt},
+{tokens} and {cache_mib} stand for the GGUF file, the file of forced ids, tokens of prompt and answer, and MiB that the
+limit leaves to experts. Its last line is an object like that of `peer.py`.
+
 RESULTS gets one JSON file per run, and `summary.json`. Two tables are printed at the end. `overlap.py` makes one.
 """
 
@@ -22,11 +26,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,10 +96,11 @@ CONDITIONS = (
 
 @dataclass(frozen=True)
 class Yard:
-    """The folder of the yardstick, and the manifest of its bundle."""
+    """The folder of the yardstick, the manifest of its bundle, and the commands of other engines by name."""
 
     folder: Path
     manifest: dict[str, Any]
+    peers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def expert_bytes(self) -> int:
@@ -140,6 +146,11 @@ def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
         return command + (
             ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
         )
+    if arm in yard.peers:
+        cache = 0 if condition.share is None else int(condition.share * yard.expert_bytes + SLACK_BYTES / 2)
+        sizes = {"prompt": condition.prompt_tokens, "tokens": condition.tokens, "cache_mib": cache >> 20}
+        places = {"file": yard.folder / "q4_0.gguf", "ids": yard.folder / "ids.json"}
+        return [part.format(**places, **sizes) for part in shlex.split(yard.peers[arm])]
     gguf = yard.folder / (FORK_GGUF if arm in (FORK_REPACKED, FORK_TUNED) else "q4_0.gguf")
     command = [sys.executable, "-m", f"{__package__}.peer", str(gguf), str(yard.folder / "ids.json"), *common]
     command += ["--engine", arm.split()[0]]
@@ -191,24 +202,25 @@ def summary_row(condition: Condition, arm: str, rounds: list[dict[str, float]]) 
         "decode_least": min(decode),
         "decode_most": max(decode),
         "rounds": len(rounds),
+        "failed": sum(not rate for rate in decode),
         "prefill_tokens_per_s": statistics.median(each["prefill"] for each in rounds),
         "read_mib_per_token": statistics.median(each["read_mib"] for each in rounds),
     }
 
 
-def summary_rows(results: Path) -> list[dict[str, Any]]:
+def summary_rows(results: Path, peers: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the rows of all runs in a folder, including those of earlier calls."""
     found = []
     for condition in CONDITIONS:
-        for arm in arms(condition):
+        for arm in (*arms(condition), *peers):
             rounds = [figures(arm, told) for told in runs(results, condition.name, arm)]
             found += [summary_row(condition, arm, rounds)] if rounds else []
     return found
 
 
-def write_summary(results: Path, states: list[dict[str, Any]]) -> None:
+def write_summary(results: Path, states: list[dict[str, Any]], peers: Mapping[str, str]) -> None:
     """Write `summary.json`. states: of the machine, before and after the runs."""
-    told = {"machine": states, "rows": summary_rows(results), "overlap": overlap_rows(results)}
+    told = {"machine": states, "rows": summary_rows(results, peers), "overlap": overlap_rows(results)}
     (results / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
@@ -218,6 +230,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---|---|---|")
     for row in rows:
         decode = f"{row['decode_tokens_per_s']:.2f} ({row['decode_least']:.2f} to {row['decode_most']:.2f})"
+        decode += f"; {row['failed']} of {row['rounds']} runs died" if row["failed"] else ""
         rest = f"{row['prefill_tokens_per_s']:.1f} | {row['read_mib_per_token']:.0f}"
         lines.append(f"| {row['condition']} | {row['arm']} | {decode} | {rest} |")
     return "\n".join(lines)
@@ -270,14 +283,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names of conditions; by default all run")
     parser.add_argument("--arms", nargs="*", help="names of arms; by default all run")
+    parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     options = parser.parse_args()
     left_out = prepare_fork(options.folder)
-    yard, states = prepare(options.folder), [machine(options.folder)]
+    yard, states = replace(prepare(options.folder), peers=dict(options.peer)), [machine(options.folder)]
     options.results.mkdir(parents=True, exist_ok=True)
     for condition in CONDITIONS:
         if options.only and condition.name not in options.only:
             continue
         chosen = [arm for arm in arms(condition) if arm not in left_out and (not options.arms or arm in options.arms)]
+        chosen += [] if condition.share is None else yard.peers
         for turn in range(1, options.rounds + 1):
             for arm in chosen:
                 if arm == AS_FOUND and turn > 1:
@@ -286,8 +301,8 @@ def main() -> None:
                 path = run_path(options.results, condition.name, arm, turn)
                 path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
                 print(condition.name, arm, turn, json.dumps(figures(arm, told)), flush=True)
-        write_summary(options.results, [*states, machine(yard.folder)])
-    print(table(summary_rows(options.results)), overlap_table(overlap_rows(options.results)), sep="\n\n")
+        write_summary(options.results, [*states, machine(yard.folder)], yard.peers)
+    print(table(summary_rows(options.results, yard.peers)), overlap_table(overlap_rows(options.results)), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ MAX_SHOWN = 80
     "--swaps",
     type=int,
     metavar="N",
-    help="Plans of equal bytes that the search measures to find a better one.  [default: 24; 0 for large models]",
+    help="Plans of equal bytes that the search also measures.  [default: 24; 0 for large models]",
 )
 @mode_sweep_option
 @limit_option
@@ -198,7 +198,7 @@ MAX_SHOWN = 80
     "--popularity",
     type=PATH,
     metavar="FILE",
-    help="How often experts are used on devices, from `moec merge-traces`, instead of what the data says.",
+    help="Use of experts on devices, from `moec merge-traces`, instead of that in the data.",
 )
 @_planned("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
 @_planned("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
@@ -209,7 +209,7 @@ MAX_SHOWN = 80
     "--measurements",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Keep all measurements in FOLDER, and take those of earlier compiles of the same checkpoint and data. "
+    help="Keep measurements in FOLDER; take those of earlier compiles of the same checkpoint and data. "
     "Implies --resume.",
 )
 @as_option(COMPILED_SYSTEMS)
@@ -230,8 +230,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --sweep 0.5%..20% --data d/    fewest bytes at each loss: a table, JSON and a plot
     moec compile mixtral --loss 2% --data gsm8k/ --device jetson-agx-orin,laptop    one bundle for each
 
-    On many machines the plan and the bytes are the same. All machines need the same version of moec[cluster]. MODEL is
-    a shared path or a URL.
+    On many machines the plan and the bytes are the same. All need the same version of moec[cluster], and MODEL is a
+    shared path or a URL.
 
     \b
     ray start --head                                    on this machine

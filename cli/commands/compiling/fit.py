@@ -64,7 +64,7 @@ def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_js
     output.data(_facts(files, spec, tokens, counts, machines[0][1] if not devices else None))
     output.data("\n" + _table("predicted tokens/s (slowest-fastest)", machines, rows, _speed))
     output.data("\n" + _table("share of experts in memory, share of reads that they serve", machines, rows, _hits))
-    output.data("\n" + _next(model, counts))
+    output.data("\n" + _next(model, files.has_codes, counts))
 
 
 def _machines(devices: list[str]) -> list[tuple[str, DeviceProfile]]:
@@ -137,15 +137,13 @@ def _hits(outlook: Outlook) -> str:
     return f"{outlook.held_share:.0%}, {outlook.hit_rate:.0%}".replace("%", " %")
 
 
-def _next(model: str, counts: Parameters) -> str:
+def _next(model: str, has_codes: bool, counts: Parameters) -> str:
     """Return the commands to type next."""
-    from moec.compiler.checkpoint.gguf.header import is_gguf
-
     quick = " --effort quick" if counts.routed + counts.dense > _LARGE_WEIGHTS else ""
     command = f"moec compile {model} --loss 2% --data DATA{quick}"
     lines = [("next", command), ("", f"{command} --estimate    its time, memory and disk here")]
-    kept = f"moec compile {model} --keep-codes    no search: the bytes of the file, in minutes"
-    return output.facts([("next", kept), ("", command)] if is_gguf(model) else lines)
+    kept = f"moec compile {model} --keep-codes    no search: the codes of the file, in minutes"
+    return output.facts([("next", kept), ("", command)] if has_codes else lines)
 
 
 def _count(weights: int) -> str:

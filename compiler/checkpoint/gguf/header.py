@@ -142,6 +142,7 @@ def read_head(path: Path) -> GgufHead:
             )
         return GgufHead(path, metadata, tensors)
     count = int(match["count"])
+    first = path.with_name(f"{match['stem']}-{1:05}-of-{count:05}.gguf")
     metadata, tensors = dict[str, Any](), dict[str, StoredTensor]()
     for number in range(1, count + 1):
         part = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
@@ -159,7 +160,7 @@ def read_head(path: Path) -> GgufHead:
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(f"`{path}` and its set hold {len(tensors)} tensors, expected {expected}", _REMEDY)
-    return GgufHead(path, metadata, tensors)
+    return GgufHead(first, metadata, tensors)
 
 
 def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

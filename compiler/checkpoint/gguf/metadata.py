@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from moec.manifests.errors import CheckpointError
 
 from .header import GgufHead
@@ -33,6 +35,13 @@ class Metadata:
         if value < 0:
             self._fail(f"{self.architecture}.{key}", "a number of 0 or more", value)
         return int(value)
+
+    def positive(self, key: str, absent: int | None = None, most: int = 1 << 32) -> int:
+        """Return a whole number of 1 to `most`."""
+        value = self.integer(key, absent)
+        if not 0 < value <= most:
+            self._fail(f"{self.architecture}.{key}", f"a number of 1 to {most}", value)
+        return value
 
     def number(self, key: str, absent: float | None = None) -> float:
         """Return a number. Files hold single precision, so that its shortest decimal form is the one meant."""
@@ -71,6 +80,4 @@ class Metadata:
 
 def shortest(value: float) -> float:
     """Return the number of fewest digits that single precision rounds to the same value, 9.99999974e-06 -> 1e-05."""
-    import numpy as np
-
     return float(str(np.float32(value)))

@@ -67,7 +67,7 @@ class Names:
 
     undo: what turns a tensor into that of the folder, by the end of the name in the file.
     joined: tensors of a layer that are made of several, by name.
-    unused: tensors that say what the settings say.
+    unused: tensors outside the layers that say what the settings say.
     """
 
     outer: Mapping[str, str] = field(default_factory=dict)
@@ -142,6 +142,7 @@ _DELTA = {
     "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
     "ssm_beta.weight": "linear_attn.in_proj_b.weight",
     "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+    "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",  # of early files
     "ssm_conv1d.weight": "linear_attn.conv1d.weight",
     "ssm_norm.weight": "linear_attn.norm.weight",
     "ssm_out.weight": "linear_attn.out_proj.weight",
@@ -184,7 +185,6 @@ _QWEN3_5 = Names(
 )
 _GPT_OSS = Names(
     layer={
-        "attn_sinks.weight": "self_attn.sinks",
         "ffn_gate_inp.weight": "mlp.router.weight",
         "ffn_gate_inp.bias": "mlp.router.bias",
         "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
@@ -195,7 +195,6 @@ _GPT_OSS = Names(
 )
 _GEMMA4 = Names(
     layer={
-        "post_attention_norm.weight": "post_attention_layernorm.weight",
         "ffn_norm.weight": "pre_feedforward_layernorm.weight",
         "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
         "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
@@ -256,38 +255,41 @@ NAMES: Mapping[str, Names] = {
 
 
 def pieces(architecture: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Piece]]:
-    """Yield the tensors of the folder with their pieces. A tensor without a known name keeps its own."""
+    """Yield the tensors of the folder with their pieces. A tensor without a known name keeps the end of its own."""
     names = NAMES[architecture]
+    outer, of_layer = {**_OUTER, **names.outer}, {**_LAYER, **names.layer}
     blocks = defaultdict[str, dict[str, str]](dict)
     for stored in tensors:
         block = _BLOCK.fullmatch(stored)
         if block is not None:
             blocks[block[1]][block[2]] = stored
         elif stored not in names.unused:
-            name = {**_OUTER, **names.outer}.get(stored, stored)
-            yield name, Piece((stored,), undo=names.undo.get(stored))
+            yield outer.get(stored, stored), Piece((stored,), undo=names.undo.get(stored))
     for number, ends in blocks.items():
         prefix = f"model.layers.{number}."
         for name, joined in names.joined.items():
             if all(end in ends for end in joined.ends):
                 yield prefix + name, Piece(tuple(ends.pop(end) for end in joined.ends), undo=joined.undo)
         for end, stored in ends.items():
-            yield from _of_layer(names, prefix, end, stored, tensors[stored].shape[0])
+            yield from _of_layer(of_layer, names.undo.get(end), prefix, end, stored, tensors[stored].shape[0])
 
 
-def _of_layer(names: Names, prefix: str, end: str, stored: str, experts: int) -> Iterator[tuple[str, Piece]]:
-    """Yield what one tensor of a layer is in the folder. experts: of a stack."""
-    known, undo_it = {**_LAYER, **names.layer}, names.undo.get(end)
+def _of_layer(
+    known: Mapping[str, str], undo_it: Undo | None, prefix: str, end: str, stored: str, experts: int
+) -> Iterator[tuple[str, Piece]]:
+    """Yield what one tensor of a layer is in the folder.
+
+    known: names in the folder by the end of the name in the file.
+    experts: of a stack.
+    """
     for half, of_half in enumerate(_HALVES.get(end, ())):
         for expert in range(experts):
             yield prefix + known[of_half].replace(EXPERT, str(expert)), Piece((stored,), expert, half)
     if end in _HALVES:
         return
-    name = known.get(end)
-    if name is None:
-        yield stored, Piece((stored,))
-    elif EXPERT in name:
-        for expert in range(experts):
-            yield prefix + name.replace(EXPERT, str(expert)), Piece((stored,), expert, undo=undo_it)
-    else:
+    name = known.get(end, end)
+    if EXPERT not in name:
         yield prefix + name, Piece((stored,), undo=undo_it)
+        return
+    for expert in range(experts):
+        yield prefix + name.replace(EXPERT, str(expert)), Piece((stored,), expert, undo=undo_it)

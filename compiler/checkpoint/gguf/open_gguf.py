@@ -36,6 +36,13 @@ from .undo import Undo
 CACHE = Path(".cache") / "moec" / "gguf"
 """Below the home folder; holds one folder for each file."""
 _END_KEYS = ("eos", "eot", "eom")
+_END_TEXTS = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<turn|>",
+        "<|end_of_text|>", "[e~[",
+    )
+)  # fmt: skip
+"""Tokens that end a text or a turn in every vocabulary that has them. Source: llama.cpp, llama-vocab.cpp."""
 _HALF_TYPES = ("F16", "BF16")
 
 
@@ -52,21 +59,40 @@ def open_gguf(path: Path, cache: Path | None = None) -> Checkpoint:
     plain_type = _float_type(head)
     tensors, parts = dict[str, TensorRef](), dict[str, TensorRef]()
     packed = dict[str, PackedWeight]()
+    _check_stacks(head, architecture)
     for name, piece in pieces(architecture, head.tensors):
+        if name in tensors:
+            raise CheckpointError(f"`{path}` holds `{piece.stored[0]}` in two ways", "convert the model again")
         try:
             found = [_stored(piece, head.tensors[stored], name) for stored in piece.stored]
-            weight = _undone(name, piece.undo, found, config) if piece.undo else found[0].weight
+            weight = found[0].weight if piece.undo is None else _undone(name, piece.undo, found, config)
         except LayoutError as error:
             raise CheckpointError(f"`{path}`, `{piece.stored[0]}`: {error}", "convert it to another type") from error
-        if weight is None:
-            tensors[name] = found[0].ref
+        ref = found[0].ref
+        if weight is None and ref.dtype in ("F32", plain_type):
+            tensors[name] = ref
             continue
+        if weight is None:  # a 16-bit type that is not that of most
+            weight = PackedWeight({BLOCKS: name}, ref.shape, ref.dtype, lambda parts: parts[BLOCKS], by_rows=True)
         parts |= {on_disk: part.ref for on_disk, part in zip(weight.names.values(), found, strict=True)}
         packed[name] = weight
-        tensors[name] = TensorRef(found[0].ref.file, plain_type, weight.shape, 0, 0)
+        has_singles = all(part.ref.dtype == "F32" for part in found)
+        tensors[name] = TensorRef(ref.file, "F32" if has_singles else plain_type, weight.shape, 0, 0)
     kinds = Counter(weight.precision for weight in packed.values() if weight.precision not in PLAIN)
     precision = ", ".join(kind for kind, _ in kinds.most_common())
-    return Checkpoint(folder, path.name.removesuffix(SUFFIX), config, {}, tensors, packed, parts, precision)
+    name = path.name.removesuffix(SUFFIX)
+    return Checkpoint(folder, name, config, {}, tensors, packed, parts, precision, stored_in=head.path)
+
+
+def _check_stacks(head: GgufHead, architecture: str) -> None:
+    """Refuse stacks that do not hold one matrix for each expert."""
+    experts = head.metadata[f"{architecture}.expert_count"]
+    for name, tensor in head.tensors.items():
+        if name.endswith("_exps.weight") and (len(tensor.shape) != 3 or tensor.shape[0] != experts):
+            raise CheckpointError(
+                f"`{head.path}`, `{name}`: expected a stack of {experts} matrices, found {list(tensor.shape)}",
+                "copy the file again",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +107,14 @@ class _Stored:
 def _stored(piece: Piece, stored: StoredTensor, name: str) -> _Stored:
     """Return where the bytes of a piece lie, and how to decode them. Raises LayoutError."""
     shape, offset, size = stored.shape, stored.offset_bytes, stored.size_bytes
-    for at in () if piece.expert is None else (piece.expert,):
+    if piece.expert is not None:
         size //= shape[0]
-        shape, offset = shape[1:], offset + at * size
-    for half in () if piece.half is None else (piece.half,):
+        shape, offset = shape[1:], offset + piece.expert * size
+    if piece.half is not None:
         if len(shape) != 2 or shape[0] % 2:
             raise LayoutError(f"expected matrices with an even number of rows, found {list(stored.shape)}")
         size //= 2
-        shape, offset = (shape[0] // 2, shape[1]), offset + half * size
+        shape, offset = (shape[0] // 2, shape[1]), offset + piece.half * size
     file = os.fspath(stored.file.absolute())
     if stored.kind in PLAIN:
         return _Stored(TensorRef(file, PLAIN[stored.kind], shape, offset, size), shape, None)
@@ -111,7 +137,7 @@ def _undone(name: str, undo: Undo, found: Sequence[_Stored], config: Mapping[str
 
     try:
         shape = undo(config, *(torch.empty(part.shape, device="meta") for part in found)).shape
-    except (RuntimeError, ZeroDivisionError) as error:
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:
         shapes = " and ".join(str(list(part.shape)) for part in found)
         raise LayoutError(f"expected shapes that its settings allow, found {shapes}") from error
     kinds = [part.ref.dtype if part.weight is None else part.weight.precision for part in found]
@@ -131,8 +157,13 @@ def _float_type(head: GgufHead) -> str:
 
 
 def _end_tokens(head: GgufHead) -> dict[str, Any]:
-    """Return the tokens that end a text or a turn, as config.json names them."""
-    found = [head.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
+    """Return the tokens that end a text or a turn, as config.json names them. Some are known by their text alone."""
+    metadata, tokens = head.metadata, head.metadata.get("tokenizer.ggml.tokens")
+    listed = metadata.get("tokenizer.ggml.eos_token_ids", [])
+    found = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
+    found += listed if isinstance(listed, list) else []
+    if isinstance(tokens, list):
+        found += [number for number, text in enumerate(tokens) if text in _END_TEXTS]
     return {"eos_token_id": list(dict.fromkeys(number for number in found if type(number) is int))}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.errors import CheckpointError
+from moec.manifests.model import MAX_LAYERS
 
 from .header import GgufHead
 from .metadata import Metadata
@@ -18,14 +19,20 @@ _MSCALE_UNIT = 0.1
 """`rope.scaling.yarn_log_multiplier` is this times DeepSeek's `mscale_all_dim`."""
 _STILL = 1e20
 """Least divisor of a frequency that rotates no feature."""
-_SCALINGS = ("none", "linear", "yarn")
-_YARN_NUMBERS = {
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "attention_factor": "yarn_attn_factor",
-}
 _WINDOWED = ("gemma4", "gpt-oss")
 """Architectures whose windows are read."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "rope.scaling.type": ("none", "linear", "yarn"),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+}
+"""Values of keys with which a model computes the same as without them, or that are read."""
+_PUBLISHED_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Groups of DeepSeek-V2 and V3 by their experts, and those that a token uses. Older files do not say them."""
 
 
 def config_of(head: GgufHead) -> dict[str, Any]:
@@ -44,11 +51,12 @@ def config_of(head: GgufHead) -> dict[str, Any]:
     embedding = head.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"`{head.path}` has no matrix `token_embd.weight`", "copy the file again")
-    window = 0 if metadata.architecture in _WINDOWED else metadata.get("attention.sliding_window", 0)
-    scaling = metadata.get("rope.scaling.type", "none")
-    for key, value, known in (("attention.sliding_window", window, (0,)), ("rope.scaling.type", scaling, _SCALINGS)):
-        if value not in known:
-            found = f"`{metadata.architecture}.{key}` {str(value)[:80]}"
+    neutral = dict(_NEUTRAL)
+    if metadata.architecture not in _WINDOWED:
+        neutral["attention.sliding_window"] = (0,)
+    for key, values in neutral.items():
+        if metadata.get(key, values[0]) not in values:
+            found = f"`{metadata.architecture}.{key}` {str(metadata.get(key))[:80]}"
             raise CheckpointError(
                 f"`{head.path}` has {found}, which is not read yet", "compile the model's Hugging Face folder"
             )
@@ -57,43 +65,41 @@ def config_of(head: GgufHead) -> dict[str, Any]:
 
 def _common(metadata: Metadata, head: GgufHead, vocabulary: int) -> dict[str, Any]:
     """Return the settings that all architectures have."""
-    layers = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
-    heads = max(metadata.of_layers("attention.head_count", layers), default=0)
-    kv_heads = max(metadata.of_layers("attention.head_count_kv", layers), default=0) if _has_kv(metadata) else heads
-    found = {
+    layers = metadata.positive("block_count", most=MAX_LAYERS) - metadata.integer("nextn_predict_layers", 0)
+    if layers < 1:
+        raise CheckpointError(f"`{head.path}` has only layers for drafts", "convert the whole model")
+    heads = max(metadata.of_layers("attention.head_count", layers))
+    hidden = metadata.positive("embedding_length")
+    has_kv = "attention.head_count_kv" in metadata
+    return {
         "vocab_size": vocabulary,
-        "hidden_size": metadata.integer("embedding_length"),
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": max(metadata.of_layers("attention.head_count_kv", layers)) if has_kv else heads,
+        "head_dim": metadata.positive("attention.key_length", hidden // max(heads, 1)),
         "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in head.tensors,
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "num_experts_per_tok": metadata.positive("expert_used_count"),
+        **_scaling(metadata),
     }
-    if "attention.layer_norm_rms_epsilon" in metadata:
-        found["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
-    if "attention.key_length" in metadata:
-        found["head_dim"] = metadata.integer("attention.key_length")
-    return found | _scaling(metadata)
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
-    """Return how the rotary embedding is stretched."""
-    kind = metadata.get("rope.scaling.type", "none")
+    """Return how the rotary embedding is stretched. A factor without a type stretches all frequencies alike."""
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 0.0))
+    kind = metadata.get("rope.scaling.type", "linear" if factor not in (0.0, 1.0) else "none")
     if kind == "none":
         return {}
-    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
-        for key, name in _YARN_NUMBERS.items():
-            if f"rope.scaling.{name}" in metadata:
-                scaling[key] = metadata.number(f"rope.scaling.{name}")
+        for key in ("beta_fast", "beta_slow"):
+            if f"rope.scaling.yarn_{key}" in metadata:
+                scaling[key] = metadata.number(f"rope.scaling.yarn_{key}")
     return {"rope_scaling": scaling}
-
-
-def _has_kv(metadata: Metadata) -> bool:
-    return "attention.head_count_kv" in metadata
 
 
 def _olmoe(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
@@ -119,11 +125,12 @@ def _mixtral(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict
 
 
 def _qwen_experts(metadata: Metadata) -> dict[str, Any]:
-    width = metadata.integer("feed_forward_length")
+    width = metadata.integer("feed_forward_length", 0)  # of plain layers; Qwen3.5 has none
+    of_expert = width // metadata.positive("expert_used_count")
     return {
         "num_experts": metadata.integer("expert_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length", width),
-        "intermediate_size": width,
+        "moe_intermediate_size": metadata.positive("expert_feed_forward_length", of_expert),
+        **({"intermediate_size": width} if width else {}),
         "hidden_act": "silu",
         "use_sliding_window": False,
     }
@@ -162,6 +169,9 @@ def _lfm2(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[st
 
 def _corrected(metadata: Metadata) -> dict[str, Any]:
     """Return the settings of experts that DeepSeek's family tree shares."""
+    groups, kept = metadata.integer("expert_group_count", 1), metadata.integer("expert_group_used_count", 1)
+    if metadata.architecture == "deepseek2" and "expert_group_count" not in metadata:
+        groups, kept = _PUBLISHED_GROUPS.get(metadata.integer("expert_count"), (1, 1))
     return {
         "n_routed_experts": metadata.integer("expert_count"),
         "n_shared_experts": metadata.integer("expert_shared_count", 0),
@@ -170,8 +180,8 @@ def _corrected(metadata: Metadata) -> dict[str, Any]:
         "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
-        "n_group": metadata.integer("expert_group_count", 1),
-        "topk_group": metadata.integer("expert_group_used_count", 1),
+        "n_group": groups,
+        "topk_group": kept,
         "hidden_act": "silu",
     }
 
@@ -202,7 +212,7 @@ def _deepseek(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dic
         for kind in ("key", "value")
     )
     found = {key: value for key, value in common.items() if key not in ("head_dim", "num_key_value_heads")}
-    if "rope.scaling.yarn_log_multiplier" in metadata:
+    if "rope.scaling.yarn_log_multiplier" in metadata and "rope_scaling" in found:
         magnitude = round(metadata.number("rope.scaling.yarn_log_multiplier") / _MSCALE_UNIT, 6)
         found["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}
     experts = _corrected(metadata)

@@ -14,16 +14,23 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from moec.cli.main import cli
 from moec.compiler.checkpoint.checkpoint import Checkpoint
+from moec.compiler.checkpoint.gguf.blocks import BLOCKS, block_weight
 from moec.compiler.checkpoint.gguf.header import read_head
 from moec.compiler.checkpoint.gguf.open_gguf import open_gguf
+from moec.compiler.checkpoint.integer_codes import IntegerCodes
 from moec.compiler.checkpoint.opening import open_checkpoint
-from moec.compiler.families import lower
+from moec.compiler.families import describe, lower
 from moec.compiler.families.lowering import Lowering
-from moec.compiler.quantization.own_codes import exact_matrices
+from moec.compiler.fit.config_file import open_config
+from moec.compiler.quantization.own_codes import dense_matrices, exact_matrices, hold_codes
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import choose_target
+from moec.compiler.request.uniform import requested_plan
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
@@ -50,8 +57,13 @@ def in_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
 
 
-def write(folder: Path, target: Path, architecture: str, kind: Any = Types.F16, **changes: Any) -> Lowering:
-    """Write a checkpoint as llama.cpp's converter does, its experts in a type. Return its translation."""
+def write(
+    folder: Path, target: Path, architecture: str, kind: Any = Types.F16, dense: Any = Types.F32, **changes: Any
+) -> Lowering:
+    """Write a checkpoint as llama.cpp's converter does, its experts in a type. Return its translation.
+
+    dense: type of matrices outside the experts.
+    """
     lowering = lower(open_checkpoint(str(folder)))
     model, config = lowering.model, json.loads((folder / "config.json").read_text())
     attention, experts = model.attentions[0], model.layers[0].experts
@@ -84,7 +96,9 @@ def write(folder: Path, target: Path, architecture: str, kind: Any = Types.F16, 
         block, last = ("", "") if outer else (name.split(".")[1], name.split(".")[2])
         if architecture == "llama" and last in ("query", "key"):
             weight = in_pairs(weight, attention.num_heads if last == "query" else attention.num_kv_heads)
-        writer.add_tensor(f"{outer or f'blk.{block}.{LAYER[last]}'}.weight", weight)
+        form = dense if weight.ndim == 2 and last != "router" else Types.F32
+        named = f"{outer or f'blk.{block}.{LAYER[last]}'}.weight"
+        writer.add_tensor(named, gguf.quantize(weight, form), raw_dtype=form)
     for layer in range(model.num_layers):
         for projection in PROJECTIONS:
             keys = [unit for unit in model.units_of_layer(layer) if unit.projection == projection]
@@ -172,17 +186,7 @@ def test_a_compile_of_a_file_keeps_its_codes(olmoe: Path, tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     lowering = write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q4_0)
-    options = [
-        "--uniform",
-        "4",
-        "--group-size",
-        "32",
-        "--symmetric",
-        "--dense-bits",
-        "16",
-        "--device",
-        "raspberry-pi-4b-sd",
-    ]
+    options = ["--keep-codes", "--dense-bits", "16", "--device", "raspberry-pi-4b-sd"]
     result = CliRunner().invoke(cli, ["compile", "model.gguf", *options])
     assert result.exit_code == 0, result.stderr
     quality = json.loads((tmp_path / "model-moec" / "quality.json").read_text())
@@ -201,11 +205,78 @@ def test_a_compile_of_a_file_keeps_its_codes(olmoe: Path, tmp_path: Path, monkey
     assert np.median(errors) <= 0.03
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+def test_codes_of_large_blocks_are_kept_and_their_scales_rounded(kind: str) -> None:
+    """gguf cannot write these types, so the blocks are random."""
+    draw = np.random.default_rng(0)
+    blocks = draw.integers(0, 256, (3, 2 * gguf.GGML_QUANT_SIZES[Types[kind]][1]), np.uint8)
+    for block in (0, 1):
+        halves = blocks.view(np.float16).reshape(3, 2, -1)
+        halves[:, block, :2] = draw.uniform(1e-4, 1e-2, (3, 2))
+    weight = block_weight("w", (3, 512), kind)
+    expected = torch.from_numpy(gguf.dequantize(blocks, Types[kind]))
+    parts = {BLOCKS: torch.from_numpy(blocks)}
+    assert weight.integers is not None and weight.integers.need is not None
+    codes, grid = weight.integers.codes(parts), weight.integers.grid(parts)
+    assert torch.equal(grid.values(codes), expected)
+    spec = weight.integers.need.least_format()
+    assert str(spec) == f"q{kind[1]}g32" and spec is not None and weight.integers.need.rounds_scales
+    held = hold_codes(IntegerCodes(codes, grid), spec)
+    assert torch.equal(held.codes, codes)
+    step = grid.scales.repeat_interleave(32, 1)
+    assert ((held.dequantize().float() - expected).abs() / step).max() < 0.02
+
+
+def test_every_weight_of_a_file_takes_its_least_format(
+    olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense weights too. What no format holds takes 8 bits."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q5_1)
+    lowering = lower(opened(tmp_path / "model.gguf"))
+    options = CompileOptions(target=choose_target(None, None, None, None, None, keep_codes=True))
+    plan = requested_plan(options, lowering)
+    assert set(map(str, plan.units.values())) == {"q5g32"}
+    write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q8_0, dense=Types.Q4_0)
+    lowering = lower(opened(tmp_path / "model.gguf"))
+    plan = requested_plan(options, lowering)
+    assert set(map(str, plan.units.values())) == {"q8g32s"} and str(plan.dense["embedding"]) == "q4g32s"
+    (matrix,) = dense_matrices(lowering, "embedding", plan.dense["embedding"])
+    assert torch.equal(matrix.dequantize().half(), lowering.dense_weight("embedding"))
+    write(olmoe, tmp_path / "model.gguf", "olmoe", Types.TQ2_0)
+    assert set(map(str, requested_plan(options, lower(opened(tmp_path / "model.gguf"))).units.values())) == {"q8g32s"}
+
+
+def test_a_file_without_codes_has_none_to_keep(olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    write(olmoe, tmp_path / "model.gguf", "olmoe", Types.F16)
+    result = CliRunner().invoke(cli, ["compile", "model.gguf", "--keep-codes", "--device", "raspberry-pi-4b-sd"])
+    assert result.exit_code and "has no expert that is stored quantized" in result.stderr
+    assert not (tmp_path / "model-moec").exists()
+
+
+def test_a_dense_model_is_named_as_such(olmoe: Path, tmp_path: Path) -> None:
+    write(olmoe, tmp_path / "model.gguf", "olmoe")
+    data = (tmp_path / "model.gguf").read_bytes().replace(b"olmoe.expert_count", b"olmoe.expert_c0unt")
+    (tmp_path / "model.gguf").write_bytes(data)
+    for open_file in (opened, lambda path: open_config(str(path))):
+        with pytest.raises(CheckpointError, match="is a dense model"):
+            open_file(tmp_path / "model.gguf")
+
+
+def test_a_head_alone_describes_the_model(olmoe: Path, tmp_path: Path) -> None:
+    expected = write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q4_0)
+    files = open_config(str(tmp_path / "model.gguf"))
+    assert describe(files).layers == expected.model.layers
+    assert 0 < (files.stored_bytes or 0) < (tmp_path / "model.gguf").stat().st_size
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"pre": "unheard-of"}, "splits text as `unheard-of`"),
-        ({"olmoe.rope.scaling.type": "yarn"}, "`olmoe.rope.scaling.type` yarn, which is not read yet"),
+        ({"olmoe.rope.scaling.type": "longrope"}, "`olmoe.rope.scaling.type` longrope, which is not read yet"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
@@ -215,6 +286,23 @@ def test_what_would_be_computed_wrongly_is_refused(
     with pytest.raises(CheckpointError) as refused:
         opened(tmp_path / "model.gguf")
     assert said in refused.value.message and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        ("gpt-2", ["a", " 12345", "b", "!", " c"]),
+        ("glm4", ["a", " ", "123", "45", "b", "!", " c"]),
+        ("deepseek-v3", ["a", " ", "123", "45", "b", "!", " c"]),
+        ("refact", ["a", " ", "1", "2", "3", "4", "5", "b", "!", " c"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(olmoe: Path, tmp_path: Path, split: str, pieces: list[str]) -> None:
+    write(olmoe, tmp_path / "model.gguf", "olmoe", pre=split)
+    tokenizer = Tokenizer.from_file(str(opened(tmp_path / "model.gguf").root / "tokenizer.json"))
+    text = "a 12345b! c"
+    found = [text[start:stop] for _, (start, stop) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == pieces
 
 
 def _cut(data: bytearray, size: int) -> bytearray:

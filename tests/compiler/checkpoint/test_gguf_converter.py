@@ -14,6 +14,7 @@ from moec.compiler.checkpoint.gguf.names import NAMES
 from moec.compiler.checkpoint.gguf.open_gguf import open_gguf
 from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import lower
+from tests.compiler.checkpoint.test_mxfp4 import pack_experts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
@@ -34,6 +35,7 @@ FAMILIES = {
 }
 PLAIN = {"llama": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3moe": save_tiny_qwen3_moe}
 CONFIGURATIONS = [(kind, name) for kind, names in FAMILIES.items() for name in names] + [(kind, kind) for kind in PLAIN]
+PACKED = "gpt-oss-mxfp4"
 CONVERTER = Path(__file__).with_name("convert_gguf.py")
 
 
@@ -41,12 +43,13 @@ CONVERTER = Path(__file__).with_name("convert_gguf.py")
 def converted(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint NAME and a file NAME.gguf of each configuration."""
     place = tmp_path_factory.mktemp("gguf")
+    pack_experts(save_tiny_family(place / PACKED, TINY_FAMILIES["gpt-oss"]))
     for _, name in CONFIGURATIONS:
         if name in PLAIN:
             PLAIN[name](place / name)
         else:
             save_tiny_family(place / name, replace(TINY_FAMILIES[name], shard_size="50GB"))
-    names = [str(place / name) for _, name in CONFIGURATIONS]
+    names = [str(place / name) for name in (PACKED, *(name for _, name in CONFIGURATIONS))]
     command = [sys.executable, str(CONVERTER), str(tools / "llama.cpp"), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -71,3 +74,13 @@ def test_a_converted_file_is_its_folder(converted: Path, name: str) -> None:
         assert torch.equal(of_file, of_folder), weight
     for unit in expected.units:
         assert torch.equal(found.unit(unit).float(), expected.unit(unit).float()), unit
+
+
+@pytest.mark.slow
+@pytest.mark.in_ci
+def test_experts_in_mxfp4_stay_so(converted: Path) -> None:
+    expected = lower(open_checkpoint(str(converted / PACKED)))
+    found = lower(open_gguf(converted / f"{PACKED}.gguf", cache=converted / "cache"))
+    assert found.own_unit_spec.is_mxfp4 and found.checkpoint.precision == "GGUF MXFP4"
+    for unit in expected.units:
+        assert torch.equal(found.unit(unit), expected.unit(unit)), unit

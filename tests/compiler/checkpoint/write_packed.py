@@ -116,6 +116,35 @@ def mxfp4(weight: Tensor) -> Made:
     return made, MXFP4PackedCompressor.decompress(made, scheme)["weight"]
 
 
+def nvfp4(weight: Tensor) -> Made:
+    """compressed-tensors: 4-bit floats in blocks of 16, whose scales are 8-bit floats and share a divisor."""
+    from compressed_tensors.compressors import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args, own = NVFP4A16["weights"], weight.bfloat16()
+    parted = own.reshape(len(own), -1, 16)
+    divisor = generate_gparam(own.min(), own.max())
+    scale, _ = calculate_qparams(parted.amin(-1), parted.amax(-1), args, divisor)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = {"weight": own, "weight_scale": scale, "weight_global_scale": divisor}
+    made = NVFP4PackedCompressor.compress(state, scheme)
+    return made, NVFP4PackedCompressor.decompress(made, scheme)["weight"]
+
+
+def nvfp4_modelopt(weight: Tensor) -> Made:
+    """The layout of ModelOpt, written from that of compressed-tensors: other names, and a factor for a divisor."""
+    made, _ = nvfp4(weight)
+    factor = 1 / made["weight_global_scale"].float().reshape(())
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.stack([made["weight_packed"] & 15, made["weight_packed"] >> 4], -1).flatten(1).long()
+    values = torch.where(codes < 8, 1.0, -1.0) * magnitudes[codes % 8]
+    each = (made["weight_scale"].float() * factor).repeat_interleave(16, 1)
+    parts = {"weight": made["weight_packed"], "weight_scale": made["weight_scale"], "weight_scale_2": factor}
+    return {**parts, "input_scale": torch.tensor(1.0)}, values * each
+
+
 def fp8_blocks(weight: Tensor, scale_type: torch.dtype) -> Made:
     """Blocks as DeepSeek-V3 publishes them, with torch's own type. ue8m0 scales are powers of two."""
     rows, columns = weight.shape
@@ -143,6 +172,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made]]] = {
     "ct-int8": ({"quant_method": "compressed-tensors"}, lambda w: compressed(w, 8, True, "int", "channel")),
     "ct-fp8": ({"quant_method": "compressed-tensors"}, lambda w: compressed(w, 8, True, "float", "channel")),
     "ct-mxfp4": ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, mxfp4),
+    "ct-nvfp4": ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, nvfp4),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt),
     "fp8-blocks": (
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
         lambda w: fp8_blocks(w, torch.float32),

@@ -214,7 +214,7 @@ def pack_of(matrix: object) -> torch.Tensor:
 
 
 DAMAGED = UnitKey(1, 2, "up")
-HELD = "24 of 24 expert projections are stored with codes that `q4g32s` holds exactly; they are taken as they are"
+HELD = "24 of 24 expert projections are stored with codes that `q4g32s` holds; they are taken as they are"
 
 
 def kept(bundle: Path, source: Path) -> set[UnitKey]:
@@ -306,7 +306,7 @@ def test_a_requested_group_keeps_the_codes_too(quantized: Callable[[str], Path],
 def test_bits_that_are_not_on_offer_are_named(quantized: Callable[[str], Path], tmp_path: Path) -> None:
     notes = list[str]()
     compile_tiny(quantized("awq"), tmp_path / "out", "bits_per_weight", 6, talk=Talk(notes.append))
-    named = "`q5g32s` holds exactly, which is not on offer: add 5 to `--bits`"
+    named = "`q5g32s` holds, which is not on offer: add 5 to `--bits`"
     assert f"24 of 24 expert projections are stored with codes that {named}" in notes
     result = compile_tiny(quantized("awq"), tmp_path / "five", "bits_per_weight", 6, bits=(2, 4, 5, 16))
     assert result.quality["own_codes"]["held"] == len(kept(tmp_path / "five", quantized("awq"))) > 12

@@ -17,6 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 from tests.shipping.servers import QuietHandler, on_loopback
 
+_COMMIT = "0" * 40
+"""The only commit of every branch."""
+
 
 @dataclass
 class FakeHub:
@@ -136,7 +139,7 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
             paths += [value["path"]] if "path" in value else []
         self.hub.repositories[name][branch] = files
         self.hub.commits.append(paths)
-        self._json({"commitOid": "0" * 40, "commitUrl": f"{self.hub.url}/{name}/commit/{'0' * 40}", "hookOutput": ""})
+        self._json({"commitOid": _COMMIT, "commitUrl": f"{self.hub.url}/{name}/commit/{_COMMIT}", "hookOutput": ""})
 
     def tree(self, body: bytes, name: str, branch: str, folder: str) -> None:
         found = {
@@ -149,8 +152,15 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
             return
         self._json([_listed(path, data) for path, data in found.items()])
 
+    def revision(self, body: bytes, name: str, branch: str) -> None:
+        if name not in self.hub.repositories:
+            self._missing("RepoNotFound")
+            return
+        files = self.hub.repositories[name]["main"]
+        self._json({"id": name, "sha": _COMMIT, "siblings": [{"rfilename": path} for path in files]})
+
     def resolve(self, body: bytes, name: str, branch: str, path: str) -> None:
-        data = self.hub.repositories.get(name, {}).get(branch, {}).get(path)
+        data = self.hub.repositories.get(name, {}).get("main" if branch == _COMMIT else branch, {}).get(path)
         if data is None:
             self._missing("EntryNotFound")
         elif path.endswith(".safetensors"):
@@ -164,7 +174,7 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
 
     def _range(self, data: bytes) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        tag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
+        tag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": _COMMIT}
         if asked is None:
             self._answer(200, data, tag)
         elif int(asked[1]) >= len(data):
@@ -194,6 +204,7 @@ _ROUTES = (
     (f"POST /api/models/{_NAME}/branch/{_REST}", "branch"),
     (f"POST /api/models/{_NAME}/preupload/{_REST}", "preupload"),
     (f"POST /api/models/{_NAME}/commit/{_REST}", "commit"),
+    (f"GET /api/models/{_NAME}/revision/{_REST}", "revision"),
     (f"GET /api/models/{_NAME}/tree/{_REST}(/.*|)", "tree"),
     (r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch", "batch"),
     (f"PUT /blobs/{_REST}", "upload"),
