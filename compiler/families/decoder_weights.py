@@ -323,7 +323,7 @@ def _units(
     """Return the sources of the routed experts of one layer."""
     count, prefix = model.layers[layer].experts.count, f"model.layers.{layer}."
     stacked = next((pair for pair in names.stacked if prefix + pair[0] in checkpoint.tensors), None)
-    if prefix + names.stacked[0][0] + BLOCKS_SUFFIX in checkpoint.tensors:
+    if names.stacked and prefix + names.stacked[0][0] + BLOCKS_SUFFIX in checkpoint.tensors:
         return _mxfp4_units(checkpoint, model, names, layer)
     sources = []
     for expert in range(count):

@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.bundle.emit import BundleContent, cost_summary, emit, finish, packed_pieces
+from moec.compiler.bundle.emit import BundleContent, cost_summary, emit, finish
 from moec.compiler.calibration.tables import Tables, encode_tables
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.packing import pack
-from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn, rounded_rows
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
@@ -315,7 +315,7 @@ def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Pa
 )
 def test_pieces_of_a_dense_matrix_are_the_whole(rows: int, text: str, seed: int) -> None:
     weight, spec = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)), QuantSpec.parse(text)
-    pieces = np.concatenate(list(packed_pieces(weight, spec)))
+    pieces = np.concatenate([pack(matrix) for _, matrix in rounded_rows(weight, spec)])
     np.testing.assert_array_equal(pieces, pack(quantize_rtn(weight, spec, clip_search=True)))
 
 

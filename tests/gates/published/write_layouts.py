@@ -44,11 +44,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("Qwen3Next", {}),
     "poolside/Laguna-XS.2": ("Laguna", {}),
     "baidu/ERNIE-4.5-21B-A3B-PT": ("Ernie4_5_Moe", {}),
-    "allenai/OLMoE-1B-7B-0924": ("Olmoe", {}),
+    "allenai/OLMoE-1B-7B-0924": ("Olmoe", CONFIGS["allenai/OLMoE-1B-7B-0924"]),
     "deepseek-ai/DeepSeek-V2-Lite": ("DeepseekV2", CONFIGS["deepseek-ai/DeepSeek-V2-Lite"]),
     "microsoft/Phi-3.5-MoE-instruct": ("Phimoe", CONFIGS["microsoft/Phi-3.5-MoE-instruct"]),
     "JetBrains/Mellum2-12B-A2.5B": ("Mellum", {}),
-    "arcee-ai/Trinity-Mini": ("Afmoe", {}),
 }
 
 

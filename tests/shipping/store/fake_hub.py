@@ -144,7 +144,7 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
     def tree(self, body: bytes, name: str, branch: str, folder: str) -> None:
         found = {
             path: data
-            for path, data in self.hub.repositories[name][branch].items()
+            for path, data in self.hub.repositories[name]["main" if branch == _COMMIT else branch].items()
             if path.rpartition("/")[0] == folder.strip("/")
         }
         if not found:
