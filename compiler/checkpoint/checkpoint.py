@@ -100,7 +100,7 @@ class Checkpoint:
 
     @property
     def place(self) -> Path:
-        """What the user named: the folder, or the file that holds everything."""
+        """The folder that the user named, or the file that holds everything."""
         return self.stored_in or self.root
 
     @property

@@ -102,7 +102,7 @@ def test_a_model_on_the_hub_is_described_without_its_weights(model: Path, tmp_pa
         for refused in (
             fit("owner/absent"),
             fit("owner/model2", HF_HUB_OFFLINE="1"),
-            fit("owner/model", HF_TOKEN="no"),
+            fit("owner/gated", HF_TOKEN="no"),
         ):
             assert refused.returncode and refused.stderr.startswith("error: no folder `owner/")
             assert "the hub gave no model of that name" in refused.stderr and "Traceback" not in refused.stderr

@@ -64,6 +64,8 @@ def routing(bundle: Path, text: str, tokens: int) -> dict[str, list[float]]:
         counts = [layer.experts.count for layer in engine.model.spec.layers]
     entropy, reuse = [], []
     for count, choices in zip(counts, recorder.choices, strict=True):
+        if not choices:  # no experts, or not called
+            continue
         uses = np.bincount([expert for chosen in choices for expert in chosen], minlength=count)
         shares = uses[uses > 0] / uses.sum()
         entropy.append(round(float(-(shares * np.log(shares)).sum() / np.log(count)), 3))

@@ -166,7 +166,7 @@ MAX_SHOWN = 80
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Let the search leave out experts, or keep all.  [default: leave out with --loss and --kl]",
+    help="Let the search leave out experts.  [default: with --loss and --kl]",
 )
 @_search(
     "--swaps",

@@ -96,7 +96,7 @@ def _with_fifth_bits(blocks: Tensor, start: int) -> Tensor:
 
 def _six_bits(blocks: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Return the eight scales and the eight minima that take twelve bytes of a block of 256, float32 [N, B, 8] each."""
-    first, second, third = blocks[..., start : start + 12].split(4, -1)
+    first, second, third = torch.split(blocks[..., start : start + 12], 4, -1)
     scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
     minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)
     return scales.float(), minima.float()
@@ -112,7 +112,7 @@ def _super_minima(blocks: Tensor) -> Tensor:
 
 def _super_nibbles(blocks: Tensor, start: int) -> Tensor:
     """Return the codes of 128 bytes, uint8 [N, B, 8, 32]: halves of 32 bytes are two groups."""
-    packed = blocks[..., start : start + 128].unflatten(-1, (4, 1, 32))
+    packed = blocks[..., start : start + 128].reshape(*blocks.shape[:-1], 4, 1, 32)
     return torch.cat([packed & 15, packed >> 4], -2).flatten(-3, -2)
 
 
