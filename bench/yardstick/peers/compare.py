@@ -14,9 +14,9 @@ not the wanted one, the program ends.
 * As found: llama.cpp with the read-ahead of the machine takes minutes per run. It runs in the first round only, not at
   90 MB/s, and not with less memory than the experts of a token take.
 
-Another engine runs too with `--peer NAME COMMAND`, where memory has a limit. In COMMAND {file}, {ids}, {prompt},
-{tokens} and {cache_mib} stand for the GGUF file, the file of forced ids, tokens of prompt and answer, and MiB that the
-limit leaves to experts. Its last line is an object like that of `peer.py`.
+Another engine runs too with `--peer NAME COMMAND`, where memory has a limit. COMMAND may have {file}, the GGUF file;
+{ids}, the file of forced ids; {prompt} and {tokens}; {cache_mib}, MiB that the limit leaves to experts. The last line
+that it prints is an object like that of `peer.py`.
 
 RESULTS gets one JSON file per run, and `summary.json`. Two tables are printed at the end. `overlap.py` makes one.
 """
