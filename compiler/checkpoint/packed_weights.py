@@ -1,8 +1,8 @@
 """Weights that a checkpoint stores quantized, decoded one at a time.
 
 Layouts: GPTQ (AutoGPTQ and GPTQModel, both versions of zeros), AWQ (GEMM), NVFP4 of ModelOpt, affine codes of MLX, and
-FP8 with one scale per block, row or tensor. Of compressed-tensors: packed integers, 8-bit integers, 8-bit floats, MXFP4, NVFP4.
-The stacks of gpt-oss are read by its family.
+FP8 with one scale per block, row or tensor. Of compressed-tensors: packed integers, 8-bit integers and floats, MXFP4,
+NVFP4. The stacks of gpt-oss are read by its family.
 Sources: the packages auto-gptq 0.7.1 (qlinear_cuda_old.py), autoawq 0.2.9 (modules/linear/gemm.py and
 utils/packing_utils.py) and compressed-tensors 0.19.0 (compressors); the model card of DeepSeek-V3 (weight_scale_inv).
 """
