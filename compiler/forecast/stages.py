@@ -77,7 +77,8 @@ def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> l
     """Return the stages of `--uniform`."""
     model, options = prepared.lowering.model, prepared.options
     plan, experts = requested_plan(options, prepared.lowering), len(model.expert_keys())
-    dense, written = _dense_weights(model), plan.expert_packed_bytes + plan.dense_packed_bytes
+    dense = _dense_weights(model)
+    written = _written_bytes(model, plan.expert_packed_bytes, options.dense_bits or UNIFORM_DENSE_BITS)
     seconds = experts * rates.expert + dense * rates.rounded_weight + written * disk.written_byte
     memory, work = _rounding_bytes(model), f"{experts:,} experts, {written:,} bytes"
     return [_digests(prepared, disk), StageForecast("writing the bundle", seconds, memory, written, work)]

@@ -368,6 +368,12 @@ COMPILES = {
     "compile, size": Line(
         "compile", COMPILE, {"size": Given("--size 3MiB", f"{OPTIONS}.target", Target("size", 3 << 20))}, LAPTOP
     ),
+    "compile, keep codes": Line(
+        "compile",
+        COMPILE,
+        {"keep_codes": Given("--keep-codes", f"{OPTIONS}.target", Target("uniform", 16, keeps_codes=True))},
+        LAPTOP,
+    ),
     "compile, uniform": Line(
         "compile",
         COMPILE,

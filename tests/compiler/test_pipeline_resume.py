@@ -114,9 +114,9 @@ def test_every_weight_is_read_layer_by_layer_before_the_search(
 ) -> None:
     model, read, plain = save_model(tmp_path / "tiny", layers=3, experts=2), list[str](), Lowering.read
 
-    def counting(self: Lowering, source: Any) -> torch.Tensor:
+    def counting(self: Lowering, source: Any, rows: tuple[int, int] | None = None) -> torch.Tensor:
         read.append(source.name)
-        return plain(self, source)
+        return plain(self, source, rows)
 
     if not has_memory:
         little_memory(monkeypatch.setattr)

@@ -228,7 +228,7 @@ def test_the_identity_of_a_checkpoint_follows_its_content(folder: Path, tmp_path
 
 
 def test_a_cluster_is_refused_where_it_has_nothing_to_do() -> None:
-    with pytest.raises(OptionError, match="no effect with `--uniform`"):
+    with pytest.raises(OptionError, match="no effect without a search"):
         check_cluster("uniform")
     check_cluster("kl")
 
