@@ -28,7 +28,7 @@ NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests collected versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench bench-shapes wheels schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests collected versions quantization-tools gguf-converter shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench bench-shapes wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,18 +68,25 @@ demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show 
 TOOLS := build/quantization-tools
 TOOL_PACKAGES = auto-gptq==0.7.1 autoawq==0.2.9 compressed-tensors==0.19.0 loguru==0.7.3 accelerate==1.15.0 psutil==7.2.2
 
-# Of llama.cpp only the converter is taken, from the sources that its binding brings.
-LLAMA_CPP = llama-cpp-python==0.3.36
-CONVERTER = convert_hf_to_gguf.py conversion gguf-py
-
-quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ, compressed-tensors, llama.cpp's converter, for the tests of their layouts
+quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ and compressed-tensors, for the tests of their layouts
 
 $(TOOLS)/.ready: | $(BIN)/python
 	@BUILD_CUDA_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TOOLS) \
-	    $(TOOL_PACKAGES) && $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
-	    --dest $(TOOLS) $(LLAMA_CPP) && mkdir -p $(TOOLS)/llama.cpp && \
-	    tar xzf $(TOOLS)/llama_cpp_python-*.tar.gz -C $(TOOLS)/llama.cpp --strip-components=3 --wildcards \
-	    $(CONVERTER:%='*/vendor/llama.cpp/%') && rm $(TOOLS)/llama_cpp_python-*.tar.gz && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
+	    $(TOOL_PACKAGES) && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
+
+# llama.cpp's converter, from the sources that its binding for Python brings. The tools of the venv tell pip its name.
+CONVERTER := build/llama.cpp
+CONVERTER_PACKAGE = llama-cpp-python==0.3.36
+CONVERTER_FILES = convert_hf_to_gguf.py conversion gguf-py
+
+gguf-converter: $(CONVERTER)/.ready  ## Fetch llama.cpp's converter, for the tests of GGUF files
+
+$(CONVERTER)/.ready: | $(READY)
+	@mkdir -p $(CONVERTER) && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip download --quiet --disable-pip-version-check \
+	    --no-deps --no-binary :all: --no-build-isolation --dest $(CONVERTER) $(CONVERTER_PACKAGE) && \
+	    tar xzf $(CONVERTER)/*.tar.gz -C $(CONVERTER) --strip-components=3 --wildcards \
+	    $(CONVERTER_FILES:%='*/vendor/llama.cpp/%') && rm $(CONVERTER)/*.tar.gz && touch $@ || \
+	    echo "NOT RUN: tests of converted GGUF files, because pip could not fetch llama.cpp" >&2
 
 # What the tests of shipping compare with. Its packages pin versions of their own, so it is an environment of its own.
 SHIPPING_TOOLS := build/shipping-tools
@@ -114,7 +121,7 @@ test: $(READY)  ## Set up and run the whole fast suite, lint, types and contract
 	@$(MAKE) --no-print-directory -j2 lint contracts typecheck tests
 
 # Work stealing: each process gets a part in one piece, so that fixtures of a module are made once, and all end together.
-tests: $(READY) quantization-tools shipping-tools serving-clients
+tests: $(READY) quantization-tools gguf-converter shipping-tools serving-clients
 	@echo "The fast suite takes about 10 minutes on two free cores. The slow tests are in: make gates-full"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)"
 

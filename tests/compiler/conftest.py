@@ -22,6 +22,7 @@ from tests.tiny_compile import little_memory, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 TOOLS = Path(__file__).parents[2] / "build" / "quantization-tools"
+CONVERTER = TOOLS.with_name("llama.cpp")
 TINY_PLAIN = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
 """The checkpoint that `quantized` quantizes."""
 BUILDERS = {
@@ -54,14 +55,25 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
+def _filled(folder: Path, target: str) -> Path:
+    """Return a folder that a target of the Makefile has filled. Skips without it, and fails where it must be there."""
+    if not (folder / ".ready").exists():
+        if os.environ.get("CI"):
+            pytest.fail(f"`make {target}` has not filled build/{folder.name}")
+        pytest.skip(f"needs `make {target}`")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """The folder of the original quantizers."""
-    if not (TOOLS / ".ready").exists():
-        if os.environ.get("CI"):
-            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
-        pytest.skip("needs `make quantization-tools`")
-    return TOOLS
+    return _filled(TOOLS, "quantization-tools")
+
+
+@pytest.fixture(scope="session")
+def converter() -> Path:
+    """The folder of llama.cpp's converter."""
+    return _filled(CONVERTER, "gguf-converter")
 
 
 @pytest.fixture(scope="session")

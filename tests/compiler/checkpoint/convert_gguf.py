@@ -2,7 +2,7 @@
 
     python convert_gguf.py LLAMA_CPP FOLDER ...
 
-LLAMA_CPP has its sources; `make quantization-tools` fills it. FOLDER.gguf gets the weights in float32.
+LLAMA_CPP has its sources; `make gguf-converter` fills it. FOLDER.gguf gets the weights in float32.
 The tokenizers of the tests are not those of the models, so all are written as that of GPT-2.
 """
 

@@ -46,7 +46,7 @@ CONVERTER = Path(__file__).with_name("convert_gguf.py")
 
 
 @pytest.fixture(scope="module")
-def converted(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(converter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint NAME and a file NAME.gguf of each configuration."""
     place = tmp_path_factory.mktemp("gguf")
     pack_experts(save_tiny_family(place / PACKED, TINY_FAMILIES["gpt-oss"]))
@@ -56,7 +56,7 @@ def converted(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             save_tiny_family(place / name, replace(TINY_FAMILIES[name], shard_size="50GB"))
     names = [str(place / name) for name in (PACKED, *(name for _, name in CONFIGURATIONS))]
-    command = [sys.executable, str(CONVERTER), str(tools / "llama.cpp"), *names]
+    command = [sys.executable, str(CONVERTER), str(converter), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return place
