@@ -14,9 +14,9 @@ not the wanted one, the program ends.
 * As found: llama.cpp with the read-ahead of the machine takes minutes per run. It runs in the first round only, not at
   90 MB/s, and not with less memory than the experts of a token take.
 
-Another engine runs too with `--peer NAME COMMAND`, where memory has a limit. COMMAND may have {file}, the GGUF file;
-{ids}, the file of forced ids; {prompt} and {tokens}; {cache_mib}, MiB that the limit leaves to experts. The last line
-that it prints is an object like that of `peer.py`.
+Another engine runs too with `--peer NAME COMMAND`. COMMAND may have {file}, the GGUF file; {ids}, the file of forced
+ids; {prompt} and {tokens}; {cache_mib}, MiB that the limit leaves to experts, or those of all. The last line that it
+prints is an object like that of `peer.py`.
 
 RESULTS gets one JSON file per run, and `summary.json`. Two tables are printed at the end. `overlap.py` makes one.
 """
@@ -147,7 +147,8 @@ def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
             ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
         )
     if arm in yard.peers:
-        cache = 0 if condition.share is None else int(condition.share * yard.expert_bytes + SLACK_BYTES / 2)
+        share = 1.0 if condition.share is None else condition.share
+        cache = int(share * yard.expert_bytes + SLACK_BYTES / 2)
         sizes = {"prompt": condition.prompt_tokens, "tokens": condition.tokens, "cache_mib": cache >> 20}
         places = {"file": yard.folder / "q4_0.gguf", "ids": yard.folder / "ids.json"}
         return [part.format(**places, **sizes) for part in shlex.split(yard.peers[arm])]
@@ -292,7 +293,7 @@ def main() -> None:
         if options.only and condition.name not in options.only:
             continue
         chosen = [arm for arm in arms(condition) if arm not in left_out and (not options.arms or arm in options.arms)]
-        chosen += [] if condition.share is None else yard.peers
+        chosen += yard.peers
         for turn in range(1, options.rounds + 1):
             for arm in chosen:
                 if arm == AS_FOUND and turn > 1:

@@ -53,7 +53,7 @@ def open_gguf(path: Path, cache: Path | None = None) -> Checkpoint:
     Raises CheckpointError. Raises DoesNotFit or MoecError if the disk refuses.
     """
     head = read_head(path)
-    config = config_of(head) | _end_tokens(head)
+    config = config_of(head) | end_tokens(head)
     folder = _write_small_files(head, config, cache)
     architecture = str(head.metadata["general.architecture"])
     plain_type = _float_type(head)
@@ -156,7 +156,7 @@ def _float_type(head: GgufHead) -> str:
     return max(_HALF_TYPES, key=lambda kind: (sizes[kind], kind == usual))
 
 
-def _end_tokens(head: GgufHead) -> dict[str, Any]:
+def end_tokens(head: GgufHead) -> dict[str, Any]:
     """Return the tokens that end a text or a turn, as config.json names them. Some are known by their text alone."""
     metadata, tokens = head.metadata, head.metadata.get("tokenizer.ggml.tokens")
     listed = metadata.get("tokenizer.ggml.eos_token_ids", [])

@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM
 from moec.cli.main import cli
 from moec.compiler.checkpoint.checkpoint import Checkpoint
 from moec.compiler.checkpoint.gguf.blocks import BLOCKS, block_weight
-from moec.compiler.checkpoint.gguf.header import read_head
-from moec.compiler.checkpoint.gguf.open_gguf import open_gguf
+from moec.compiler.checkpoint.gguf.header import GgufHead, read_head
+from moec.compiler.checkpoint.gguf.open_gguf import end_tokens, open_gguf
 from moec.compiler.checkpoint.integer_codes import IntegerCodes
 from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import describe, lower
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.fit.config_file import open_config
+from moec.compiler.preflight.preflight import preflight
 from moec.compiler.quantization.own_codes import dense_matrices, exact_matrices, hold_codes
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.targets import choose_target
@@ -89,7 +90,7 @@ def write(
     writer.add_token_list(listed)
     writer.add_eos_token_id(2)
     for key, value in changes.items():
-        writer.add_string(key, value)
+        {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](key, value)
     for name in model.dense_shapes():
         weight = lowering.dense_weight(name).float().numpy()
         outer = OUTER.get(name)
@@ -270,6 +271,35 @@ def test_a_dense_model_is_named_as_such(olmoe: Path, tmp_path: Path) -> None:
             open_file(tmp_path / "model.gguf")
 
 
+def test_layers_for_drafts_are_left_out(olmoe: Path, tmp_path: Path) -> None:
+    expected = write(olmoe, tmp_path / "model.gguf", "olmoe", **{"olmoe.nextn_predict_layers": 1})
+    found = lower(opened(tmp_path / "model.gguf"))
+    assert found.model.num_layers == expected.model.num_layers - 1
+    preflight(found)
+
+
+def test_two_16_bit_types_become_one(olmoe: Path, tmp_path: Path) -> None:
+    expected = write(olmoe, tmp_path / "model.gguf", "olmoe", Types.F16, dense=Types.BF16)
+    found = lower(opened(tmp_path / "model.gguf"))
+    assert found.float_type == "float16" and not found.checkpoint.precision
+    weight = expected.dense_weight("layers.0.query").bfloat16().half()
+    assert torch.equal(found.dense_weight("layers.0.query"), weight)
+
+
+def test_end_tokens_are_those_of_the_keys_and_of_known_texts(tmp_path: Path) -> None:
+    keys = {"eos_token_id": 3, "eos_token_ids": [3, 7], "tokens": ["a", "<turn|>", "b", "<eos>"]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    assert end_tokens(GgufHead(tmp_path, metadata, {})) == {"eos_token_id": [3, 7, 1]}
+
+
+def test_a_stack_holds_one_matrix_for_each_expert(olmoe: Path, tmp_path: Path) -> None:
+    write(olmoe, tmp_path / "model.gguf", "olmoe")
+    data, key = bytearray((tmp_path / "model.gguf").read_bytes()), b"olmoe.expert_count"
+    (tmp_path / "model.gguf").write_bytes(_put(data, data.index(key) + len(key) + 4, "I", 5))
+    with pytest.raises(CheckpointError, match="expected a stack of 5 matrices"):
+        opened(tmp_path / "model.gguf")
+
+
 def test_a_head_alone_describes_the_model(olmoe: Path, tmp_path: Path) -> None:
     expected = write(olmoe, tmp_path / "model.gguf", "olmoe", Types.Q4_0)
     files = open_config(str(tmp_path / "model.gguf"))
@@ -340,8 +370,6 @@ DAMAGES: dict[str, Callable[[bytearray], bytearray]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_ends_with_one_sentence(olmoe: Path, tmp_path: Path, damage: str) -> None:
-    from moec.compiler.preflight.preflight import preflight
-
     path = tmp_path / "model.gguf"
     write(olmoe, path, "olmoe", Types.Q4_0)
     path.write_bytes(DAMAGES[damage](bytearray(path.read_bytes())))

@@ -100,3 +100,17 @@ def test_experts_in_mxfp4_stay_so(converted: Path) -> None:
     assert found.own_unit_spec.is_mxfp4 and found.checkpoint.precision == "GGUF MXFP4"
     for unit in expected.units:
         assert torch.equal(found.unit(unit), expected.unit(unit)), unit
+
+
+@pytest.mark.slow
+@pytest.mark.in_ci
+def test_a_published_file_of_qwen3_5_has_no_width_of_plain_layers(converted: Path, tmp_path: Path) -> None:
+    """The configuration of the tests has one, that of the hub has none."""
+    data = (
+        (converted / "qwen3.5.gguf")
+        .read_bytes()
+        .replace(b"qwen35moe.feed_forward_length", b"qwen35moe.feed_forw4rd_length")
+    )
+    (tmp_path / "model.gguf").write_bytes(data)
+    found = lower(open_gguf(tmp_path / "model.gguf", cache=tmp_path / "cache"))
+    assert found.model.layers[0].experts.width == 64
