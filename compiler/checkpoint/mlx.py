@@ -2,7 +2,7 @@
 
 mlx-lm stacks the experts of a layer. Families whose other tensors it changes, too, are refused: their files look like
 those of Hugging Face and hold other numbers, such as norms plus one.
-Source: mlx-lm 0.29, utils.py, and `sanitize` of its models; MLX, docs of `quantize`.
+Source: mlx-lm 0.32, `sanitize` of its models; MLX, docs of `quantize`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _PARTS = ("weight", "scales", "biases")
 _EXPERTS = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 _PROJECTIONS = {
-    "dots1": _EXPERTS, "glm4_moe": _EXPERTS, "olmoe": _EXPERTS, "qwen2_moe": _EXPERTS, "qwen3_moe": _EXPERTS,
+    "glm4_moe": _EXPERTS, "olmoe": _EXPERTS, "qwen2_moe": _EXPERTS, "qwen3_moe": _EXPERTS,
     "mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 }  # fmt: skip
 """Families of which only experts are renamed, with the names of their projections."""

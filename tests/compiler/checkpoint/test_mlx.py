@@ -17,6 +17,9 @@ from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.preflight.preflight import preflight
 from moec.compiler.quantization.own_codes import exact_matrices
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import choose_target
+from moec.compiler.request.uniform import requested_plan
 from moec.manifests.errors import CheckpointError
 from tests.tiny_models import save_tiny_mixtral, save_tiny_qwen3_moe
 
@@ -59,7 +62,7 @@ def write(folder: Path, kind: str, bits: int) -> dict[str, Tensor]:
                 stored[f"{module}.{part}"] = torch.stack([parts[part].view(torch.int32) if part == "weight"
                                                           else parts[part] for parts, _ in made])  # fmt: skip
             expected |= {name: decoded for name, (_, decoded) in zip(names, made, strict=True)}
-    for name in [name for name in tensors if name.endswith(("q_proj.weight", "embed_tokens.weight"))]:
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "embed_tokens.weight", ".gate.weight"))]:
         parts, expected[name] = quantized(tensors.pop(name), 8)
         stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
     stored = {
@@ -69,7 +72,8 @@ def write(folder: Path, kind: str, bits: int) -> dict[str, Tensor]:
     save_file({**tensors, **stored}, folder / "model.safetensors", {"format": "mlx"})
     label: dict[str, Any] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
     for layer in range(config["num_hidden_layers"]):
-        label[f"model.layers.{layer}.self_attn.q_proj"] = {"group_size": GROUP, "bits": 8}
+        for module in ("self_attn.q_proj", f"{block}.gate"):
+            label[f"model.layers.{layer}.{module}"] = {"group_size": GROUP, "bits": 8}
     label["model.embed_tokens"] = {"group_size": GROUP, "bits": 8}
     (folder / "config.json").write_text(json.dumps({**config, "quantization": label, "quantization_config": label}))
     return expected
@@ -83,9 +87,12 @@ def test_weights_are_what_their_codes_stand_for(kind: str, bits: int, tmp_path: 
     for name, weight in expected.items():
         found = checkpoint.packed[name].decode(checkpoint.stored_parts(name))
         assert torch.equal(found, weight), name
-        assert torch.equal(checkpoint.tensor(name, rows=(3, 9)), checkpoint.tensor(name)[3:9])
+        assert torch.equal(checkpoint.tensor(name, rows=(1, 3)), checkpoint.tensor(name)[1:3])
     lowering = lower(checkpoint)
     preflight(lowering)
+    options = CompileOptions(target=choose_target(None, None, None, None, None, keep_codes=True))
+    dense = requested_plan(options, lowering).dense
+    assert str(dense["layers.0.query"]) == "q8g32" and dense["layers.0.router"].bitwidth == 16
     for unit, need in lowering.code_needs().items():
         spec = need.least_format()
         assert spec is not None and str(spec) == f"q{bits}g32"
