@@ -11,6 +11,7 @@ that of a trained model. `python -m bench.yardstick.checkpoint.routing` measures
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import Checkpoint
 from moec.compiler.checkpoint.weight_files import TensorRef
-from moec.compiler.families import lower
+from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.device_fit import summarise_device
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantizers.rtn import rounded_rows
@@ -56,8 +57,9 @@ class RandomTensors(Mapping[str, TensorRef]):
 
     def __contains__(self, name: object) -> bool:
         is_stack = str(name).endswith(("gate_up_proj", "down_proj", "input_linear.weight"))
+        is_quantized = str(name).endswith(("_blocks", "_scales"))
         is_copy = name == "lm_head.weight" or str(name).endswith("coder.embed_tokens.weight")
-        return (self._is_stacked or not is_stack) and not is_copy
+        return (self._is_stacked or not is_stack) and not is_quantized and not is_copy
 
     def __getitem__(self, name: str) -> TensorRef:
         return TensorRef("random", "BF16", self.shapes.get(name, (1,)), 0, 0)
@@ -67,6 +69,17 @@ class RandomTensors(Mapping[str, TensorRef]):
 
     def __len__(self) -> int:
         return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _matrix(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the random weights of a matrix or a stack of them, by its name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    weights: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    if "embed" in name or name == "shared.weight":
+        shared = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * SHARED_DIRECTION**0.5
+        weights = weights * shape[-1] ** 0.5 * (1 - SHARED_DIRECTION) ** 0.5 + shared
+    return weights * OUTPUT_SCALE if name.endswith(_OUTPUTS) else weights
 
 
 class RandomCheckpoint(Checkpoint):
@@ -80,16 +93,11 @@ class RandomCheckpoint(Checkpoint):
         if (size := self._table_size(last)) is not None:
             return torch.full((size,), float(last in ("per_expert_scale", "layer_scalar")))
         shape = tensors.shapes[name]
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1 or shape[-1] == 1:
             is_offset = str(config["model_type"]).startswith("qwen3_5") and "linear_attn" not in name
             is_norm = "norm" in name or last == "scale"
             return torch.full(shape, 0.0 if is_offset or not is_norm else 1.0)
-        weights: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        if "embed" in name or name == "shared.weight":
-            shared = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * SHARED_DIRECTION**0.5
-            weights = weights * shape[-1] ** 0.5 * (1 - SHARED_DIRECTION) ** 0.5 + shared
-        weights = weights * OUTPUT_SCALE if name.endswith(_OUTPUTS) else weights
+        weights = _matrix(name, shape)  # rows of a matrix are asked for one part after the other
         return weights if rows is None else weights[slice(*rows)]
 
     def _table_size(self, last: str) -> int | None:
@@ -118,22 +126,27 @@ class RandomUnits:
         return np.roll(blocks, unit.layer * 1031 + unit.expert * 7, axis=0).reshape(-1)
 
 
-def write(name: str, folder: Path) -> None:
-    """Write the bundle into `folder / "q4"`, which must not exist, and the tokenizer."""
-    config = dict(SHAPES[name])
+def random_lowering(name: str, config: dict[str, Any], folder: Path) -> Lowering:
+    """Write the settings and a tokenizer into a folder, and return the model with its random weights."""
+    config = dict(config)
     if "attention_layers" in config:
         attention = config.pop("attention_layers")
         layers = range(config["num_hidden_layers"])
         config["layer_types"] = ["full_attention" if layer in attention else "conv" for layer in layers]
-    source, target = folder / "checkpoint", folder / "q4"
-    source.mkdir(parents=True, exist_ok=True)
-    (source / "config.json").write_text(json.dumps(config))
-    train_tokenizer().save(str(source / "tokenizer.json"))
-    (source / "random").write_bytes(b"")
-    is_stacked = config["model_type"] in ("gpt_oss", "gemma4_text")
-    tensors = RandomTensors(is_stacked)
-    lowering = lower(RandomCheckpoint(source, name, config, {}, tensors))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    train_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "random").write_bytes(b"")
+    tensors = RandomTensors(is_stacked=config["model_type"] in ("gpt_oss", "gemma4_text"))
+    lowering = lower(RandomCheckpoint(folder, name, config, {}, tensors))
     tensors.shapes |= {place.name: place.shape for place in lowering.dense.values()}
+    return lowering
+
+
+def write(name: str, folder: Path) -> None:
+    """Write the bundle into `folder / "q4"`, which must not exist, and the tokenizer."""
+    source, target = folder / "checkpoint", folder / "q4"
+    lowering = random_lowering(name, SHAPES[name], source)
     plan = uniform_plan(lowering.model, SPEC, SPEC, lowering.float_type)
     profile, disk = probe_host(source), Disk()
     content = BundleContent(plan, summarise_device(profile, plan))

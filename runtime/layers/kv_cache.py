@@ -16,7 +16,7 @@ from moec.manifests.model import ModelSpec
 from moec.profiles.memory_floor import held_positions
 
 from ..options.runtime import KvType
-from ..storage.arena import map_anonymous
+from ..storage.arena import HUGE_PAGE_BYTES, map_anonymous
 from .recurrent_states import RecurrentStates, slot_runs
 from .window_positions import WindowPositions
 
@@ -189,12 +189,13 @@ class KVCache:
         return self._mapped(shape, self._type)
 
     def floats(self, shape: tuple[int, ...]) -> Any:
-        """Allocate a zeroed state, float32. It becomes resident when it is written."""
-        return self._mapped(shape, np.float32)
+        """Allocate a zeroed state, float32. The part of a slot becomes resident when it is written."""
+        slot_bytes = np.dtype(np.float32).itemsize * math.prod(shape[1:])
+        return self._mapped(shape, np.float32, huge_pages=slot_bytes % HUGE_PAGE_BYTES == 0)
 
-    def _mapped(self, shape: tuple[int, ...], kind: type[np.floating[Any]]) -> np.ndarray:
+    def _mapped(self, shape: tuple[int, ...], kind: type[np.floating[Any]], huge_pages: bool = False) -> np.ndarray:
         size_bytes = np.dtype(kind).itemsize * math.prod(shape)
-        mapping, memory = map_anonymous(size_bytes, "keys, values and states", huge_pages=False)
+        mapping, memory = map_anonymous(size_bytes, "keys, values and states", huge_pages)
         array = memory.view(kind).reshape(shape)
         self._mappings[id(array)] = mapping
         return array

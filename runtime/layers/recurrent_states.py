@@ -51,7 +51,8 @@ class RecurrentStates:
         """zeros: allocates a float32 array of a shape."""
         self.kept_at = np.zeros(slots, np.int32)
         self._live, self._kept = list[np.ndarray](), list[np.ndarray]()
-        self._ends, self._kept_ends = [0] * slots, [0] * slots
+        # The first text of a slot writes zeros too: a page that is read before it is written costs two faults.
+        self._ends, self._kept_ends = [_LOST] * slots, [0] * slots
         self._running: Sequence[SlotRun] = ()
         self.layers: dict[int, tuple[np.ndarray, ...]] = {}
         for index, layer in enumerate(model.layers):

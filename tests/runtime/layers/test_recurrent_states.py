@@ -11,11 +11,13 @@ import pytest
 from moec.manifests.errors import ExecutionError, StorageReadFailed
 from moec.profiles.memory_floor import kv_bytes
 from moec.runtime import load
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.continuations import score_continuations
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import KEPT_BEFORE_END
+from moec.runtime.layers.recurrent_states import RecurrentStates, SlotRun
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
@@ -141,3 +143,12 @@ def test_states_are_in_the_budget(bundle: Path) -> None:
         assert sum(array.nbytes for array in arrays) == 2 * 2 * model.state_bytes
         held = sum(array.nbytes for array in (*engine.kv.keys, *engine.kv.values) if array is not None)
         assert engine.memory.kv_bytes == kv_bytes(model, 96, 2) == held + 4 * model.state_bytes
+
+
+def test_the_first_text_of_a_slot_writes_its_state_before_it_reads_it(bundle: Path) -> None:
+    model = open_bundle(bundle).manifest.model
+    states = RecurrentStates(model, 2, lambda shape: np.ones(shape, np.float32))
+    states.begin_pass([SlotRun(1, 0, 4)])
+    for live in (array for arrays in states.layers.values() for array in arrays[:-1:2]):
+        assert not live[1].any()
+        assert live[0].all()
