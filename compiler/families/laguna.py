@@ -29,6 +29,7 @@ NAMES = DecoderNames(
     shared=("mlp.shared_expert", "mlp.shared_experts"),
     loaded_shared="mlp.shared_experts",
 )
+_WINDOW = 512  # used if config.json has no `sliding_window`
 _PER_HEAD = (None, True, "per-head")
 
 
@@ -58,7 +59,9 @@ def _attentions(settings: Settings) -> list[AttentionSpec]:
     if gating not in (*_PER_HEAD, "per-element"):
         settings.fail("gating", "true, `per-head` or `per-element`", "compile another checkpoint")
     bias = "all" if settings.boolean("attention_bias", False) else "none"
-    layers, window = count_layers(settings), settings.integer("sliding_window")
+    # Laguna M has no windows: null or 0.
+    window = 0 if settings.raw("sliding_window") == 0 else settings.optional_integer("sliding_window", _WINDOW) or 0
+    layers = count_layers(settings)
     windows = read_windows(settings, [0] * layers, window)
     attentions = attentions_by_window(
         settings, windows, bias=bias, query_key_norm="head", output_gate="softplus", gates_heads=gating in _PER_HEAD

@@ -95,6 +95,7 @@ def test_each_strategy_has_its_own_rule_and_counts(tmp_path: Path) -> None:
     assert len(table(rows).splitlines()) == 2 + len(ARMS)
 
 
+@pytest.mark.slow
 def test_a_compile_on_a_gpu_is_rehearsed_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_run_follows_a_system(invoke: Invoke, name: str, line: str) -> None:
     assert done.exit_code == 0 and line in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_compile_for_hobbit_runs_as_hobbit(invoke: Invoke, tmp_path: Path) -> None:
     model, texts = save_model(tmp_path / "model"), save_texts(tmp_path / "texts")
     line = ("compile", model, "--uniform", "8", "--data", texts, "-o", tmp_path / "out-moec", "--as", "hobbit")

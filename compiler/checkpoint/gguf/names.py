@@ -224,6 +224,15 @@ _DEEPSEEK2 = Names(
 _MINIMAX = Names(
     layer={**_LLAMA.layer, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
 )
+_AFMOE = Names(
+    layer={
+        "ffn_norm.weight": "pre_mlp_layernorm.weight",
+        "post_ffw_norm.weight": "post_mlp_layernorm.weight",
+        "attn_gate.weight": "self_attn.gate_proj.weight",
+        "ffn_gate_inp.weight": "mlp.router.gate.weight",
+        "exp_probs_b.bias": "mlp.expert_bias",
+    },
+)
 _GRANITE = Names(
     layer={
         "ffn_gate_inp.weight": "block_sparse_moe.router.layer.weight",
@@ -235,15 +244,21 @@ _GRANITE = Names(
     },
 )
 NAMES: Mapping[str, Names] = {
+    "afmoe": _AFMOE,
+    "deepseek": Names(undo=_LLAMA.undo),
     "deepseek2": _DEEPSEEK2,
     "dots1": Names(),
     "ernie4_5-moe": Names(layer={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}),
+    "exaone-moe": Names(),
     "gemma4": _GEMMA4,
     "glm4moe": Names(),
     "gpt-oss": _GPT_OSS,
     "granitemoe": _GRANITE,
+    "hy_v3": Names(layer=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.expert_bias")),
+    "laguna": Names(layer={"attn_gate.weight": "self_attn.g_proj.weight"}),
     "lfm2moe": _LFM2,
     "llama": _LLAMA,
+    "mellum": Names(),
     "minimax-m2": _MINIMAX,
     "olmoe": Names(),
     "qwen2moe": _QWEN2,

@@ -17,25 +17,42 @@ from moec.compiler.checkpoint.opening import open_checkpoint
 from moec.compiler.families import lower
 from moec.manifests.model import LayerSpec
 from tests.compiler.checkpoint.test_mxfp4 import pack_experts
+from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 # By architecture. Only what a file can say: the limit of gpt-oss, for one, is fixed in llama.cpp.
 FAMILIES = {
+    "afmoe": ("afmoe-of-four",),
     "deepseek2": ("deepseek-v2-groups-yarn", "deepseek-v3-yarn", "glm4-lite"),
     "dots1": ("dots1",),
     "ernie4_5-moe": ("ernie",),
+    "exaone-moe": ("exaone-listed",),
     "gemma4": ("gemma4",),
-    "glm4moe": ("glm4-bias",),
+    "glm4moe": ("glm4-bias", "solar-whole"),
     "gpt-oss": ("gpt-oss-yarn-shards",),
     "granitemoe": ("granite-scaled", "granite-shared"),
+    "hy_v3": ("hy3-bias",),
+    "laguna": ("laguna", "laguna-whole"),
     "lfm2moe": ("lfm2",),
+    "mellum": ("mellum",),
     "minimax-m2": ("minimax-m2",),
     "qwen2moe": ("qwen2",),
     "qwen35moe": ("qwen3.5",),
     "qwen3next": ("qwen3-next",),
 }
+# What published checkpoints have, and the converter takes for granted.
+WHOLE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+OWN = {
+    name: replace(family, config={**family.config, **change})
+    for name, family, change in (
+        ("afmoe-of-four", TINY_FAMILIES["afmoe"], {"global_attn_every_n_layers": 4}),
+        ("laguna-whole", TINY_FAMILIES["laguna-elements"], {"sliding_window": 0}),
+        ("solar-whole", TINY_FAMILIES["solar"], {"rope_theta": None, "rope_parameters": WHOLE}),
+    )
+}
 PLAIN = {
+    "deepseek": partial(save_own_family, own=OWN_FAMILIES["deepseek"]),
     "llama": save_tiny_mixtral,
     "olmoe": save_tiny_olmoe,
     "qwen3moe": partial(save_tiny_qwen3_moe, norm_topk_prob=True),
@@ -54,7 +71,8 @@ def converted(converter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         if name in PLAIN:
             PLAIN[name](place / name)
         else:
-            save_tiny_family(place / name, replace(TINY_FAMILIES[name], shard_size="50GB"))
+            family = OWN[name] if name in OWN else TINY_FAMILIES[name]
+            save_tiny_family(place / name, replace(family, shard_size="50GB"))
     names = [str(place / name) for name in (PACKED, *(name for _, name in CONFIGURATIONS))]
     command = [sys.executable, str(CONVERTER), str(converter), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
