@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moec.compiler.fit.estimate import Parameters, compile_outlook, measure_products
 from tests.shipping.store.fake_hub import serving_hub
 
 from .conftest import Invoke
@@ -35,6 +37,9 @@ def test_devices_have_a_column_each(invoke: Invoke, model: Path) -> None:
     assert "8,192 tokens keep 1.5 GiB" in text
     assert "raspberry-pi-5-nvme" in text and "laptop 9.3 GiB" in text
     assert f"moec compile {model} --loss 2% --data DATA --effort quick --estimate" in text
+    assert re.search(r"compile +about \d+ (hours|minutes) here with --effort quick, 142\.2 GiB of free disk", text), (
+        text
+    )
     assert max(map(len, text.splitlines()[:-2])) <= 110
 
 
@@ -70,6 +75,15 @@ def test_json_has_everything(invoke: Invoke, model: Path) -> None:
     outlook = told["rows"][0]["outlooks"][0]
     assert outlook["slowest"] <= outlook["tokens_per_s"] <= outlook["fastest"]
     assert told["machines"][0]["name"] == "laptop" and told["stored_bytes"] is None
+    assert told["compile"]["quick_seconds"] > 60
+
+
+def test_a_quick_compile_is_that_of_the_yardstick_scaled() -> None:
+    """33 min 56 s and 8.7 GiB for four layers of OLMoE's shape, where 100 billion products took a second."""
+    measured = compile_outlook(Parameters(1_610_612_736, 273_000_000, 0, 0, 256), 99.6e9)
+    assert measured.quick_seconds == pytest.approx(2036, rel=0.02)
+    assert measured.disk_bytes == pytest.approx(8.7 * 2**30, rel=0.02)
+    assert 1e8 < measure_products() < 1e15
 
 
 def test_refusals_are_one_sentence(invoke: Invoke, model: Path, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moec.compiler.fit.config_file import ConfigFile
-    from moec.compiler.fit.estimate import BitsRow, Outlook, Parameters
+    from moec.compiler.fit.estimate import BitsRow, CompileOutlook, Outlook, Parameters
     from moec.manifests.model import ModelSpec
     from moec.profiles.device import DeviceProfile
 
 MEMORY_SIZES = tuple(size << 30 for size in (2, 4, 8, 16))
+_LONG_MINUTES = 100
 _LARGE_WEIGHTS = 2_000_000_000
 """Weights from which the next command asks for a quick compile."""
 
@@ -45,7 +46,7 @@ def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_js
     """
     from moec.compiler.families import describe
     from moec.compiler.fit.config_file import open_config
-    from moec.compiler.fit.estimate import count_parameters, estimate
+    from moec.compiler.fit.estimate import compile_outlook, count_parameters, estimate, measure_products
 
     files = open_config(model)
     spec = describe(files)
@@ -56,12 +57,14 @@ def fit_command(model: str, context: int | None, devices: tuple[str, ...], as_js
         )
     machines = _machines([name for given in devices for name in given.split(",")])
     counts, rows = count_parameters(spec), estimate(spec, files, tokens, [each for _, each in machines])
+    compiling = compile_outlook(counts, measure_products())
     if not devices:
         machines, rows = _needed(machines, rows)
     if as_json:
-        output.data_json(_plain(files, spec, tokens, counts, machines, rows))
+        plain = _plain(files, spec, tokens, counts, machines, rows)
+        output.data_json({**plain, "compile": asdict(compiling)})
         return
-    output.data(_facts(files, spec, tokens, counts, machines[0][1] if not devices else None))
+    output.data(_facts(files, spec, tokens, counts, compiling, machines[0][1] if not devices else None))
     output.data("\n" + _table("predicted tokens/s (slowest-fastest)", machines, rows, _speed))
     output.data("\n" + _table("share of experts in memory, share of reads that they serve", machines, rows, _hits))
     output.data("\n" + _next(model, files.has_codes, counts))
@@ -97,7 +100,14 @@ def _needed(
     ]
 
 
-def _facts(files: ConfigFile, spec: ModelSpec, tokens: int, counts: Parameters, host: DeviceProfile | None) -> str:
+def _facts(
+    files: ConfigFile,
+    spec: ModelSpec,
+    tokens: int,
+    counts: Parameters,
+    compiling: CompileOutlook,
+    host: DeviceProfile | None,
+) -> str:
     from moec.profiles.memory_floor import kv_bytes
 
     weights = counts.routed + counts.dense
@@ -113,6 +123,11 @@ def _facts(files: ConfigFile, spec: ModelSpec, tokens: int, counts: Parameters, 
     ]
     if files.stored_bytes is not None:
         facts.insert(2, ("on disk", f"{human_bytes(files.stored_bytes)} as published"))
+    if counts.routed + counts.dense > _LARGE_WEIGHTS:
+        minutes = compiling.quick_seconds / 60
+        took = f"{minutes:.0f} minutes" if minutes < _LONG_MINUTES else f"{minutes / 60:.0f} hours"
+        disk = human_bytes(compiling.disk_bytes)
+        facts.append(("compile", f"about {took} here with --effort quick, {disk} of free disk"))
     if host is not None:
         rates = f"memory {_rate(host.memory_bytes_per_s)}, storage {_rate(host.storage_bytes_per_s)}"
         facts.append(("this machine", f"{host.threads} threads, {rates}, measured now"))
