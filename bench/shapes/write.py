@@ -4,8 +4,8 @@
 
 FOLDER gets `q4`, the bundle, and `checkpoint`, which has the tokenizer alone. NAME is a key of `shapes.json`, whose
 settings are those of the published config.json. All matrices have the format q4g64. Every expert has bytes of its own.
-All embeddings share a direction, and the outputs of layers are small next to the stream. So a cache sees routing as
-that of a trained model. `python -m bench.yardstick.checkpoint.routing` measures it.
+All embeddings share a direction, and the outputs of layers are small next to the stream. So half of the experts of
+LFM2.5's shape serve 76 % of the reads. OLMoE's, which is trained, serve 75 to 78 % (issue 864 of JustVugg/colibri).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..yardstick.checkpoint.write import train_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 SPEC = QuantSpec.parse("q4g64")
-SHARED_DIRECTION = 0.6  # of the squared length of an embedding
+SHARED_DIRECTION = 0.3  # of the squared length of an embedding
 OUTPUT_SCALE = 0.25  # of the output of a mixer or of experts, next to the stream
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "down_proj")
 
