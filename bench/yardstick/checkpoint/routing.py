@@ -64,14 +64,15 @@ def routing(bundle: Path, text: str, tokens: int) -> dict[str, list[float]]:
         counts = [layer.experts.count for layer in engine.model.spec.layers]
     entropy, reuse = [], []
     for count, choices in zip(counts, recorder.choices, strict=True):
-        if not choices:  # no experts, or not called
+        if not any(choices):  # no experts
             continue
         uses = np.bincount([expert for chosen in choices for expert in chosen], minlength=count)
         shares = uses[uses > 0] / uses.sum()
         entropy.append(round(float(-(shares * np.log(shares)).sum() / np.log(count)), 3))
         again = [len(a & b) / len(b) for a, b in pairwise(choices)]
         reuse.append(round(float(np.mean(again)), 3))
-    recall = np.round(recorder.found[1:] / recorder.asked[1:], 3).tolist()
+    guessed = recorder.asked > 0
+    recall = np.round(recorder.found[guessed] / recorder.asked[guessed], 3).tolist()
     return {"popularity_entropy": entropy, "shared_with_next_token": reuse, "lookahead_recall": recall}
 
 
