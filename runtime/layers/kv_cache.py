@@ -195,8 +195,11 @@ class KVCache:
 
     def _mapped(self, shape: tuple[int, ...], kind: type[np.floating[Any]], huge_pages: bool = False) -> np.ndarray:
         size_bytes = np.dtype(kind).itemsize * math.prod(shape)
-        mapping, memory = map_anonymous(size_bytes, "keys, values and states", huge_pages)
-        array = memory.view(kind).reshape(shape)
+        # Aligned, a slot's huge pages are its own.
+        spare_bytes = HUGE_PAGE_BYTES if huge_pages else 0
+        mapping, memory = map_anonymous(size_bytes + spare_bytes, "keys, values and states", huge_pages)
+        first = -memory.__array_interface__["data"][0] % HUGE_PAGE_BYTES if huge_pages else 0
+        array = memory[first : first + size_bytes].view(kind).reshape(shape)
         self._mappings[id(array)] = mapping
         return array
 

@@ -118,7 +118,7 @@ def _glm4(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[st
         **common,
         **_corrected(metadata),
         "partial_rotary_factor": share,
-        "attention_bias": "blk.0.attn_q.bias" in head.tensors,
+        "attention_bias": _has_bias(head),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in head.tensors,
     }
 
@@ -137,7 +137,8 @@ def _hy3(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str
     return {
         "model_type": "hy_v3",
         **common,
-        **_attention_and_layers(head, common),
+        "attention_bias": _has_bias(head),
+        "mlp_layer_types": _layer_kinds(head, common),
         "num_experts": metadata.integer("expert_count"),
         "num_shared_experts": metadata.integer("expert_shared_feed_forward_length") // width,
         "moe_intermediate_size": width,
@@ -147,12 +148,13 @@ def _hy3(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[str
     }
 
 
-def _attention_and_layers(head: GgufHead, common: dict[str, Any]) -> dict[str, Any]:
-    """Return whether attention has biases, and which layers are plain."""
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in head.tensors,
-        "mlp_layer_types": ["sparse" if is_routed else "dense" for is_routed in _are_routed(head, common)],
-    }
+def _has_bias(head: GgufHead) -> bool:
+    return "blk.0.attn_q.bias" in head.tensors
+
+
+def _layer_kinds(head: GgufHead, common: dict[str, Any]) -> list[str]:
+    """Return which layers are plain."""
+    return ["sparse" if is_routed else "dense" for is_routed in _are_routed(head, common)]
 
 
 def _windowed(metadata: Metadata, layers: int, first_full: int) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def _afmoe(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[s
         "model_type": "afmoe",
         **common,
         **_windowed(metadata, common["num_hidden_layers"], _WINDOW_PERIOD - 1),
-        "attention_bias": "blk.0.attn_q.bias" in head.tensors,
+        "attention_bias": _has_bias(head),
         "num_experts": metadata.integer("expert_count"),
         "num_shared_experts": metadata.integer("expert_shared_count", 0),
         "num_dense_layers": metadata.integer("leading_dense_block_count", 0),
@@ -194,7 +196,7 @@ def _exaone(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[
         **common,
         **experts,
         **_windowed(metadata, common["num_hidden_layers"], _WINDOW_PERIOD - 1),
-        "mlp_layer_types": _attention_and_layers(head, common)["mlp_layer_types"],
+        "mlp_layer_types": _layer_kinds(head, common),
         "num_experts": metadata.integer("expert_count"),
         "num_shared_experts": metadata.integer("expert_shared_count", 0),
     }
@@ -222,7 +224,8 @@ def _mellum(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[
         **_rotations(metadata, common, {}, {}),
         **experts,
         **_windowed(metadata, common["num_hidden_layers"], 0),
-        **_attention_and_layers(head, common),
+        "attention_bias": _has_bias(head),
+        "mlp_layer_types": _layer_kinds(head, common),
         "norm_topk_prob": True,
     }
 
@@ -240,7 +243,8 @@ def _laguna(metadata: Metadata, head: GgufHead, common: dict[str, Any]) -> dict[
         "model_type": "laguna",
         **_rotations(metadata, common, *({"partial_rotary_factor": share} for share in shares)),
         **_windowed(metadata, layers, 0),
-        **_attention_and_layers(head, common),
+        "attention_bias": _has_bias(head),
+        "mlp_layer_types": _layer_kinds(head, common),
         "num_attention_heads_per_layer": heads,
         "gating": "per-head" if gates_heads else "per-element",
         "num_experts": metadata.integer("expert_count"),
